@@ -1,0 +1,173 @@
+"""What an engine is asked and what it answers. The wire carries these one to one.
+
+A session is one generation's state on one replica. `tokens` below always means ids; a *length*
+counts tokens. A target whose session knows `n` tokens holds the KV of the first `n - 1`: the last
+one is the root that the next round verifies on.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.tree import TokenTree
+
+
+class Rule(StrEnum):
+    """Acceptance rules. Greedy decoding is either rule at temperature 0."""
+
+    COUPLED = "coupled"
+    REJECTION = "rejection"
+
+
+class RefusalCode(StrEnum):
+    STALE_LENGTH = "stale_length"
+    STALE_EPOCH = "stale_epoch"
+    STALE_ROUND = "stale_round"
+    UNKNOWN_SESSION = "unknown_session"
+    BUSY = "busy"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHandle:
+    """Names the KV state of a session on a replica; it is a name, no KV crosses the network.
+
+    Attributes:
+        session_id: 16 unguessable bytes issued by the replica with the session's lease.
+        replica_id: the replica that holds the state.
+        incarnation: start of the replica's process (ns); tells a restarted replica from the old.
+        epoch: how often the state was rebuilt.
+        length: tokens whose KV is committed (target), or tokens known (draft).
+    """
+
+    session_id: bytes
+    replica_id: str
+    incarnation: int
+    epoch: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftProbs:
+    """The sparse distributions the nodes of a proposal were really drawn from.
+
+    Attributes:
+        ids: int64 [nodes, m], token ids of the support.
+        probs: float32 [nodes, m], their probabilities; each row sums to one, padding is zero.
+    """
+
+    ids: torch.Tensor
+    probs: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """State of an engine, published with each verdict.
+
+    Attributes:
+        waiting: sessions waiting to be opened.
+        free_blocks: KV blocks not in use or promised.
+    """
+
+    waiting: int = 0
+    free_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Prefill a context. The same call re-opens a generation elsewhere after a loss.
+
+    Attributes:
+        tokens: prompt plus everything emitted so far; not empty.
+        max_length: tokens the session may ever hold, drafted ones included; KV for all of them
+            is promised before the prefill starts.
+    """
+
+    session_id: bytes
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    rule: Rule
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Answer to Open. `emitted` holds the target's first token; a draft emits none."""
+
+    handle: CacheHandle
+    emitted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Ask a draft for up to `count` nodes after the committed tokens.
+
+    Attributes:
+        tokens: the committed tokens from `handle.length` on.
+    """
+
+    handle: CacheHandle
+    tokens: tuple[int, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """A token tree on top of `base_length` committed tokens; `draft_probs` only where the
+    acceptance rule needs them."""
+
+    handle: CacheHandle
+    base_length: int
+    tree: TokenTree
+    draft_probs: DraftProbs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verify:
+    """Ask a target for its verdict on a tree. Idempotent by (session, epoch, round).
+
+    Attributes:
+        round: 1 for the first verify of an epoch, then one more each time.
+        base_length: committed tokens the tree stands on.
+    """
+
+    handle: CacheHandle
+    round: int
+    base_length: int
+    tree: TokenTree
+    draft_probs: DraftProbs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Answer to Verify: `accepted` drafted tokens followed by one bonus token, all in `emitted`."""
+
+    handle: CacheHandle
+    round: int
+    accepted: int
+    emitted: tuple[int, ...]
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End a session and free its KV. Unknown sessions are ignored: closing twice is no error."""
+
+    session_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Any refusal. `known_length` lets the caller send only the missing suffix."""
+
+    session_id: bytes
+    code: RefusalCode
+    message: str
+    known_length: int = 0
+    retry_after_s: float = 0.0
+
+
+Request = Open | Propose | Verify | Close
+Reply = Opened | Proposal | Verdict | Refused

@@ -1,0 +1,61 @@
+"""A generation as the round loop sees it: ids in, ids out."""
+
+from dataclasses import dataclass, field
+
+from specdec_ray.engine.messages import Rule
+from specdec_ray.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One choice of one request.
+
+    Attributes:
+        prompt: token ids, not empty.
+        params: sampling parameters, seed included.
+        max_tokens: most tokens to emit, at least 1.
+        stop: strings that end the text; they are not part of it.
+        stop_token_ids: ids that end the text besides the model's own end tokens.
+        ignore_eos: go on after the model's end tokens.
+        draft_tokens: k of every round, or None for the deployment's.
+        rule: acceptance rule, or None for the deployment's.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    draft_tokens: int | None = None
+    rule: Rule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens of one round. The first emission of a generation comes from the prefill.
+
+    Attributes:
+        tokens: accepted tokens, then the target's own.
+        proposed: drafted tokens the target was shown.
+        accepted: how many of them it took.
+    """
+
+    tokens: tuple[int, ...]
+    proposed: int = 0
+    accepted: int = 0
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Counters of one generation's rounds, cut where the text was cut.
+
+    Attributes:
+        max_draft_tokens: the largest k that rounds could use.
+        per_round_accepted: accepted length of each round that proposed something.
+        per_round_proposed: drafted tokens of the same rounds.
+    """
+
+    max_draft_tokens: int
+    per_round_accepted: list[int] = field(default_factory=list)
+    per_round_proposed: list[int] = field(default_factory=list)
