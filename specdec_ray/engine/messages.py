@@ -28,6 +28,7 @@ class RefusalCode(StrEnum):
     UNKNOWN_SESSION = "unknown_session"
     BUSY = "busy"
     INVALID = "invalid"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
