@@ -8,17 +8,9 @@ one is the root that the next round verifies on.
 from dataclasses import dataclass
 from enum import StrEnum
 
-import torch
-
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.proposal import DraftProbs, Rule
 from specdec_ray.speculation.tree import TokenTree
-
-
-class Rule(StrEnum):
-    """Acceptance rules. Greedy decoding is either rule at temperature 0."""
-
-    COUPLED = "coupled"
-    REJECTION = "rejection"
 
 
 class RefusalCode(StrEnum):
@@ -48,19 +40,6 @@ class CacheHandle:
     incarnation: int
     epoch: int
     length: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftProbs:
-    """The sparse distributions the nodes of a proposal were really drawn from.
-
-    Attributes:
-        ids: int64 [nodes, m], token ids of the support.
-        probs: float32 [nodes, m], their probabilities; each row sums to one, padding is zero.
-    """
-
-    ids: torch.Tensor
-    probs: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

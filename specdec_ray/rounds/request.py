@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from specdec_ray.engine.messages import Rule
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.proposal import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,21 @@ class GenerationRequest:
     ignore_eos: bool = False
     draft_tokens: int | None = None
     rule: Rule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """How a deployment plays rounds.
+
+    Attributes:
+        rule: acceptance rule of requests that name none.
+        draft_tokens: k of requests that name none.
+        draft_timeout_s: a draft that answers later is bypassed for the round.
+    """
+
+    rule: Rule
+    draft_tokens: int
+    draft_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)

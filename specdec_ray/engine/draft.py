@@ -1,0 +1,222 @@
+"""The draft engine: many sessions' chains advance together, one token a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec_ray.engine.loop import Outbox, ReplySink
+from specdec_ray.engine.messages import (
+    Close,
+    Load,
+    Open,
+    Opened,
+    Proposal,
+    Propose,
+    RefusalCode,
+    Refused,
+    Request,
+)
+from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
+from specdec_ray.engine.validation import check_open, check_tokens, refuse
+from specdec_ray.models.packed import Segment
+from specdec_ray.models.packed_model import PackedModel
+from specdec_ray.speculation.acceptance import DrawRow, draw
+from specdec_ray.speculation.proposal import DraftProbs
+from specdec_ray.speculation.tree import TokenTree
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A chain as it grows.
+
+    Attributes:
+        count: tokens asked for.
+        tokens: tokens drawn so far.
+        probs: the distribution each was drawn from, where the rule needs it.
+    """
+
+    count: int
+    tokens: list[int] = field(default_factory=list)
+    probs: list[DraftProbs] = field(default_factory=list)
+
+
+class DraftEngine:
+    """Sessions on the draft model; see `Steppable` for who calls what.
+
+    Draft state is soft. The KV of drafted tokens is kept until the next Propose tells which of
+    them were right; the wrong ones are rolled back by setting the session's `kv_length`.
+
+    Args:
+        vocab_limit: number of token ids target and draft share; only these are proposed.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        identity: ReplicaIdentity,
+        *,
+        vocab_limit: int,
+        step_tokens: int,
+    ) -> None:
+        self._model = model
+        self._sessions = SessionTable(model.pool, identity)
+        self._vocab_limit = vocab_limit
+        self._step_tokens = step_tokens
+        self._drafting: dict[Session, Drafting] = {}
+        self._last: dict[Session, list[int]] = {}
+
+    @property
+    def load(self) -> Load:
+        return self._sessions.load
+
+    @property
+    def session_count(self) -> int:
+        return len(self._sessions)
+
+    def lease(self, session_id: bytes) -> None:
+        self._sessions.lease(session_id)
+
+    def release(self, session_id: bytes) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._forget(session)
+            self._sessions.release(session_id)
+
+    def accept(self, request: Request, sink: ReplySink, outbox: Outbox) -> None:
+        if isinstance(request, Close):
+            self.release(request.session_id)
+            return
+        if isinstance(request, Open):
+            refused = self._take_open(request, sink)
+        elif isinstance(request, Propose):
+            refused = self._take_propose(request, sink)
+        else:
+            session_id = request.handle.session_id
+            refused = refuse(session_id, RefusalCode.INVALID, "a draft does not verify")
+        if refused is not None:
+            outbox.put(sink, refused)
+
+    def step(self, outbox: Outbox) -> bool:
+        self._sessions.admit()
+        work = self._segments()
+        chunks = self._sessions.prefill_chunks(
+            self._step_tokens - sum(len(segment.tokens) for _, segment in work), logit_rows=0
+        )
+        if not work and not chunks:
+            return False
+        logits = self._model.forward([segment for _, segment in work + chunks])
+        for session, segment in work + chunks:
+            session.kv_length += len(segment.tokens)
+        drawing = [session for session, segment in work if segment.logit_rows]
+        self._draw(logits, drawing, outbox)
+        for session, _ in chunks:
+            if session.kv_length == len(session.tokens):
+                session.phase = Phase.READY
+                handle = self._sessions.handle(session, len(session.tokens))
+                outbox.put(session.finish(), Opened(handle, ()))
+        return True
+
+    def fail_pending(self, outbox: Outbox, error: Exception) -> None:
+        for session in self._sessions.fail_active(outbox, error):
+            self._forget(session)
+
+    def _take_open(self, request: Open, sink: ReplySink) -> Refused | None:
+        session = self._sessions.get(request.session_id)
+        refused = check_open(session, request, self._sessions, self._vocab_limit)
+        if refused is None:
+            assert session is not None
+            self._forget(session)
+            self._sessions.open(session, request, sink)
+        return refused
+
+    def _take_propose(self, request: Propose, sink: ReplySink) -> Refused | None:
+        session = self._sessions.get(request.handle.session_id)
+        if session is None or session.phase is Phase.LEASED:
+            return refuse(
+                request.handle.session_id, RefusalCode.UNKNOWN_SESSION, "no such session here"
+            )
+        known, length = len(session.tokens), request.handle.length + len(request.tokens)
+        if session.sink is not None:
+            code, message = RefusalCode.BUSY, "a request of this session is under way"
+        elif request.handle.length > known or length == 0:
+            code, message = RefusalCode.STALE_LENGTH, f"{known} tokens are known here"
+        elif request.count < 1 or length + request.count > session.max_length:
+            code = RefusalCode.INVALID
+            message = f"{length} + {request.count} tokens do not fit {session.max_length}"
+        elif fault := check_tokens(request.tokens, self._vocab_limit):
+            code, message = RefusalCode.INVALID, fault
+        else:
+            self._catch_up(session, request)
+            session.sink = sink
+            self._drafting[session] = Drafting(request.count)
+            return None
+        return refuse(session.session_id, code, message, known)
+
+    def _catch_up(self, session: Session, request: Propose) -> None:
+        """Take the committed tokens in, keeping the KV of what was drafted right."""
+        start = request.handle.length
+        written = (session.tokens + self._last.pop(session, []))[start : session.kv_length]
+        right = 0
+        for drafted, committed in zip(written, request.tokens, strict=False):
+            if drafted != committed:
+                break
+            right += 1
+        session.tokens = session.tokens[:start] + list(request.tokens)
+        # The last committed token is always fed: its row is where the first draw happens.
+        session.kv_length = min(session.kv_length, start + right, len(session.tokens) - 1)
+
+    def _segments(self) -> list[tuple[Session, Segment]]:
+        """The next rows of every session that is drafting: what it missed, or one token."""
+        work, budget = [], self._step_tokens
+        for session, drafting in self._drafting.items():
+            missed = (session.tokens[session.kv_length :] or []) + drafting.tokens[
+                max(0, session.kv_length - len(session.tokens)) :
+            ]
+            tokens = missed[: max(budget, 1)]
+            budget -= len(tokens)
+            complete = len(tokens) == len(missed)
+            work.append(
+                (
+                    session,
+                    Segment(session.table, session.kv_length, tokens, logit_rows=int(complete)),
+                )
+            )
+        return work
+
+    def _draw(self, logits: torch.Tensor, sessions: Sequence[Session], outbox: Outbox) -> None:
+        if not sessions:
+            return
+        rows = [
+            DrawRow(
+                session.params,
+                session.rule,
+                position=len(session.tokens) + len(self._drafting[session].tokens),
+            )
+            for session in sessions
+        ]
+        for session, (token, probs) in zip(
+            sessions, draw(logits, rows, vocab_limit=self._vocab_limit), strict=True
+        ):
+            drafting = self._drafting[session]
+            drafting.tokens.append(token)
+            if probs is not None:
+                drafting.probs.append(probs)
+            if len(drafting.tokens) == drafting.count:
+                self._propose(session, drafting, outbox)
+
+    def _propose(self, session: Session, drafting: Drafting, outbox: Outbox) -> None:
+        del self._drafting[session]
+        self._last[session] = drafting.tokens
+        length = len(session.tokens)
+        proposal = Proposal(
+            self._sessions.handle(session, length),
+            length,
+            TokenTree.chain(drafting.tokens),
+            DraftProbs.stack(drafting.probs) if drafting.probs else None,
+        )
+        outbox.put(session.finish(), proposal)
+
+    def _forget(self, session: Session) -> None:
+        self._drafting.pop(session, None)
+        self._last.pop(session, None)

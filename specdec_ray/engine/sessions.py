@@ -1,0 +1,168 @@
+"""Sessions of one replica: leases, admission by free KV blocks, prefill in chunks.
+
+    leased -open-> waiting -blocks promised-> prefilling -done-> ready -release-> (gone)
+
+Both engines keep their sessions here; what happens in `ready` is theirs.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from specdec_ray.engine.loop import Outbox, ReplySink
+from specdec_ray.engine.messages import CacheHandle, Load, Open, RefusalCode, Refused
+from specdec_ray.models.kv_cache import BlockPool
+from specdec_ray.models.packed import Segment
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.proposal import Rule
+
+
+class Phase(Enum):
+    LEASED = auto()
+    WAITING = auto()
+    PREFILLING = auto()
+    READY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """State of one generation on this replica.
+
+    Attributes:
+        tokens: committed tokens.
+        kv_length: how many tokens, from the front, have their KV in `table`.
+        max_length: tokens the session may ever hold; `table` covers them all.
+        sink: where the reply to the request being worked on goes.
+    """
+
+    session_id: bytes
+    phase: Phase = Phase.LEASED
+    tokens: list[int] = field(default_factory=list)
+    kv_length: int = 0
+    table: list[int] = field(default_factory=list)
+    max_length: int = 0
+    params: SamplingParams = field(default_factory=SamplingParams)
+    rule: Rule = Rule.COUPLED
+    sink: ReplySink | None = None
+
+    def finish(self) -> ReplySink:
+        """Hand out the sink of the request that has been worked on."""
+        sink, self.sink = self.sink, None
+        assert sink is not None, "a reply needs a request"
+        return sink
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaIdentity:
+    """Who answers: the replica's id and the start of its process, in ns."""
+
+    replica_id: str
+    incarnation: int
+
+
+class SessionTable:
+    """All sessions of a replica and the KV blocks promised to them."""
+
+    def __init__(self, pool: BlockPool, identity: ReplicaIdentity) -> None:
+        self.identity = identity
+        self._pool = pool
+        self._sessions: dict[bytes, Session] = {}
+        self._waiting: deque[Session] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    @property
+    def load(self) -> Load:
+        return Load(waiting=len(self._waiting), free_blocks=self._pool.free_count)
+
+    def lease(self, session_id: bytes) -> None:
+        self._sessions[session_id] = Session(session_id)
+
+    def get(self, session_id: bytes) -> Session | None:
+        return self._sessions.get(session_id)
+
+    def release(self, session_id: bytes) -> None:
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            return
+        if session.phase is Phase.WAITING:
+            self._waiting.remove(session)
+        self._pool.release(session.table)
+
+    def fits(self, max_length: int) -> bool:
+        """Whether a session of that length could be admitted on an idle replica."""
+        return self._blocks(max_length) <= self._pool.block_count
+
+    def open(self, session: Session, request: Open, sink: ReplySink) -> None:
+        """Start over with the request's context; admission follows in FIFO order."""
+        self._pool.release(session.table)
+        session.table = []
+        session.tokens = list(request.tokens)
+        session.kv_length = 0
+        session.max_length = request.max_length
+        session.params, session.rule = request.params, request.rule
+        session.sink = sink
+        session.phase = Phase.WAITING
+        self._waiting.append(session)
+
+    def admit(self) -> None:
+        """Promise KV blocks to waiting sessions, in order, while they last."""
+        while self._waiting:
+            needed = self._blocks(self._waiting[0].max_length)
+            if needed > self._pool.free_count:
+                return
+            session = self._waiting.popleft()
+            session.table = self._pool.allocate(needed)
+            session.phase = Phase.PREFILLING
+
+    def prefill_chunks(self, row_budget: int, logit_rows: int) -> list[tuple[Session, Segment]]:
+        """Next chunks of the prefilling sessions, oldest first, at most `row_budget` rows.
+
+        Args:
+            logit_rows: rows of logits wanted from the chunk that ends a context.
+        """
+        chunks = []
+        for session in self:
+            if session.phase is not Phase.PREFILLING or row_budget <= 0:
+                continue
+            end = min(len(session.tokens), session.kv_length + row_budget)
+            last = end == len(session.tokens)
+            tokens = session.tokens[session.kv_length : end]
+            row_budget -= len(tokens)
+            segment = Segment(
+                session.table, session.kv_length, tokens, logit_rows=logit_rows if last else 0
+            )
+            chunks.append((session, segment))
+        return chunks
+
+    def fail_active(self, outbox: Outbox, error: Exception) -> list[Session]:
+        """Refuse whatever the failed step worked on; those sessions must be opened again."""
+        failed = [
+            session
+            for session in self
+            if session.sink is not None and session.phase is not Phase.WAITING
+        ]
+        for session in failed:
+            message = f"the step failed: {type(error).__name__}"
+            refused = Refused(session.session_id, RefusalCode.FAILED, message)
+            outbox.put(session.finish(), refused)
+            self._pool.release(session.table)
+            session.table, session.phase = [], Phase.LEASED
+        return failed
+
+    def handle(self, session: Session, length: int) -> CacheHandle:
+        return CacheHandle(
+            session.session_id,
+            self.identity.replica_id,
+            self.identity.incarnation,
+            epoch=0,
+            length=length,
+        )
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // self._pool.block_size)

@@ -1,0 +1,225 @@
+"""The target engine: owns the truth. One packed forward verifies many sessions' trees."""
+
+from collections.abc import Sequence
+
+from specdec_ray.engine.loop import Outbox, ReplySink
+from specdec_ray.engine.messages import (
+    Close,
+    Load,
+    Open,
+    Opened,
+    RefusalCode,
+    Refused,
+    Request,
+    Verdict,
+    Verify,
+)
+from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
+from specdec_ray.engine.validation import check_open, check_tokens, refuse
+from specdec_ray.models.packed import Segment
+from specdec_ray.models.packed_model import PackedModel
+from specdec_ray.speculation.acceptance import Judgement, RowGroup, judge
+from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.tree import TokenTree
+
+MIN_PREFILL_ROWS = 32
+
+
+class TargetEngine:
+    """Sessions on the target model; see `Steppable` for who calls what.
+
+    A step takes every pending verify, then prefill chunks up to `step_tokens` rows.
+
+    Args:
+        vocab_limit: number of real token ids; padded embedding rows beyond are never emitted.
+        max_nodes: most nodes of one tree.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        identity: ReplicaIdentity,
+        *,
+        vocab_limit: int,
+        step_tokens: int,
+        max_nodes: int,
+    ) -> None:
+        self._model = model
+        self._sessions = SessionTable(model.pool, identity)
+        self._vocab_limit = vocab_limit
+        self._step_tokens = step_tokens
+        self._max_nodes = max_nodes
+        self._verifies: dict[Session, Verify] = {}
+        self._verdicts: dict[Session, Verdict] = {}
+
+    @property
+    def load(self) -> Load:
+        return self._sessions.load
+
+    @property
+    def session_count(self) -> int:
+        return len(self._sessions)
+
+    def lease(self, session_id: bytes) -> None:
+        self._sessions.lease(session_id)
+
+    def release(self, session_id: bytes) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._forget(session)
+            self._sessions.release(session_id)
+
+    def accept(self, request: Request, sink: ReplySink, outbox: Outbox) -> None:
+        if isinstance(request, Close):
+            self.release(request.session_id)
+            return
+        refused = self._take(request, sink, outbox)
+        if refused is not None:
+            outbox.put(sink, refused)
+
+    def step(self, outbox: Outbox) -> bool:
+        self._sessions.admit()
+        verifies = self._verifies
+        rows = sum(1 + len(verify.tree) for verify in verifies.values())
+        budget = max(self._step_tokens - rows, MIN_PREFILL_ROWS)
+        chunks = self._sessions.prefill_chunks(budget, logit_rows=1)
+        if not verifies and not chunks:
+            return False
+        segments = [_verify_segment(session, verify) for session, verify in verifies.items()]
+        segments += [segment for _, segment in chunks]
+        logits = self._model.forward(segments)
+
+        finishing = [session for session, segment in chunks if segment.logit_rows]
+        groups = [_row_group(session, verify) for session, verify in verifies.items()]
+        groups += [_row_group(session, None) for session in finishing]
+        judgements = judge(logits, groups, vocab_limit=self._vocab_limit)
+
+        for session, segment in chunks:
+            session.kv_length += len(segment.tokens)
+        self._verifies = {}
+        for (session, verify), judgement in zip(verifies.items(), judgements, strict=False):
+            self._conclude(session, verify, judgement, outbox)
+        for session, judgement in zip(finishing, judgements[len(verifies) :], strict=True):
+            self._opened(session, judgement.emitted, outbox)
+        return True
+
+    def fail_pending(self, outbox: Outbox, error: Exception) -> None:
+        self._verifies = {}
+        for session in self._sessions.fail_active(outbox, error):
+            self._verdicts.pop(session, None)
+
+    def _take(self, request: Request, sink: ReplySink, outbox: Outbox) -> Refused | None:
+        """Queue the request, or say why not."""
+        if isinstance(request, Open):
+            return self._take_open(request, sink)
+        if isinstance(request, Verify):
+            return self._take_verify(request, sink, outbox)
+        assert not isinstance(request, Close)
+        return refuse(request.handle.session_id, RefusalCode.INVALID, "a target does not propose")
+
+    def _take_open(self, request: Open, sink: ReplySink) -> Refused | None:
+        session = self._sessions.get(request.session_id)
+        refused = check_open(session, request, self._sessions, self._vocab_limit)
+        if refused is None:
+            assert session is not None
+            self._forget(session)
+            self._sessions.open(session, request, sink)
+        return refused
+
+    def _take_verify(self, request: Verify, sink: ReplySink, outbox: Outbox) -> Refused | None:
+        handle = request.handle
+        session = self._sessions.get(handle.session_id)
+        if session is None or session.phase is Phase.LEASED:
+            return refuse(handle.session_id, RefusalCode.UNKNOWN_SESSION, "no such session here")
+        verdict = self._verdicts.get(session)
+        if verdict is not None and verdict.round == request.round and session.sink is None:
+            outbox.put(sink, verdict)  # the reply was lost on the way; never a second draw
+            return None
+        refused = self._check_verify(session, request)
+        if refused is None:
+            session.sink = sink
+            self._verifies[session] = request
+        return refused
+
+    def _check_verify(self, session: Session, request: Verify) -> Refused | None:
+        known = len(session.tokens)
+        verdict = self._verdicts.get(session)
+        next_round = 1 if verdict is None else verdict.round + 1
+        if session.sink is not None:
+            code, message = RefusalCode.BUSY, "a request of this session is under way"
+        elif request.handle.epoch != 0:
+            code, message = RefusalCode.STALE_EPOCH, f"epoch is 0, not {request.handle.epoch}"
+        elif request.round != next_round:
+            code, message = RefusalCode.STALE_ROUND, f"next round is {next_round}"
+        elif request.base_length != known:
+            code, message = RefusalCode.STALE_LENGTH, f"{known} tokens are committed"
+        elif fault := self._fault(session, request):
+            code, message = RefusalCode.INVALID, fault
+        else:
+            return None
+        return refuse(session.session_id, code, message, known)
+
+    def _fault(self, session: Session, request: Verify) -> str | None:
+        tree = request.tree
+        if len(tree) > self._max_nodes:
+            return f"tree has {len(tree)} nodes, limit is {self._max_nodes}"
+        if len(session.tokens) + len(tree) > session.max_length:
+            return (
+                f"{len(session.tokens)} tokens and {len(tree)} drafted ones exceed the session's "
+                f"{session.max_length}"
+            )
+        if session.rule is Rule.REJECTION and not session.params.greedy and tree.tokens:
+            if not tree.is_chain:
+                return "the rejection rule verifies chains only"
+            if request.draft_probs is None:
+                return "the rejection rule needs draft_probs"
+        return check_tokens(tree.tokens, self._vocab_limit)
+
+    def _conclude(
+        self, session: Session, verify: Verify, judgement: Judgement, outbox: Outbox
+    ) -> None:
+        rows = (0, *(node + 1 for node in judgement.path))
+        self._model.compact(session.table, session.kv_length, rows)
+        session.kv_length += len(rows)
+        session.tokens.extend(judgement.emitted)
+        verdict = Verdict(
+            self._sessions.handle(session, session.kv_length),
+            verify.round,
+            accepted=len(judgement.path),
+            emitted=judgement.emitted,
+            load=self.load,
+        )
+        self._verdicts[session] = verdict
+        outbox.put(session.finish(), verdict)
+
+    def _opened(self, session: Session, emitted: Sequence[int], outbox: Outbox) -> None:
+        session.phase = Phase.READY
+        session.tokens.extend(emitted)
+        handle = self._sessions.handle(session, session.kv_length)
+        outbox.put(session.finish(), Opened(handle, tuple(emitted)))
+
+    def _forget(self, session: Session) -> None:
+        self._verifies.pop(session, None)
+        self._verdicts.pop(session, None)
+
+
+def _verify_segment(session: Session, verify: Verify) -> Segment:
+    tree = verify.tree
+    tokens = (session.tokens[-1], *tree.tokens)
+    return Segment(
+        session.table,
+        session.kv_length,
+        tokens,
+        tree=None if tree.is_chain else tree,  # a chain is plain causal attention
+        logit_rows=len(tokens),
+    )
+
+
+def _row_group(session: Session, verify: Verify | None) -> RowGroup:
+    return RowGroup(
+        params=session.params,
+        rule=session.rule,
+        position=len(session.tokens),
+        tree=verify.tree if verify else TokenTree(),
+        draft_probs=verify.draft_probs if verify else None,
+    )

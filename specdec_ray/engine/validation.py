@@ -1,0 +1,38 @@
+"""Checks that both engines make before a request enters their state."""
+
+from collections.abc import Sequence
+
+from specdec_ray.engine.messages import Open, RefusalCode, Refused
+from specdec_ray.engine.sessions import Session, SessionTable
+
+
+def refuse(session_id: bytes, code: RefusalCode, message: str, known_length: int = 0) -> Refused:
+    return Refused(session_id, code, message, known_length)
+
+
+def check_tokens(tokens: Sequence[int], vocab_limit: int) -> str | None:
+    """Why these ids cannot be embedded, or None."""
+    for token in tokens:
+        if not 0 <= token < vocab_limit:
+            return f"token id {token} is outside [0, {vocab_limit})"
+    return None
+
+
+def check_open(
+    session: Session | None, request: Open, sessions: SessionTable, vocab_limit: int
+) -> Refused | None:
+    """Refuse an Open of an unknown session, of one at work, or one that can never fit."""
+    session_id = request.session_id
+    if session is None:
+        return refuse(session_id, RefusalCode.UNKNOWN_SESSION, "the session has no lease here")
+    if session.sink is not None:
+        return refuse(session_id, RefusalCode.BUSY, "a request of this session is under way")
+    if not request.tokens:
+        return refuse(session_id, RefusalCode.INVALID, "the context is empty")
+    if request.max_length < len(request.tokens):
+        fault: str | None = f"max_length {request.max_length} is below the context's length"
+    elif not sessions.fits(request.max_length):
+        fault = f"{request.max_length} tokens never fit this replica's KV cache"
+    else:
+        fault = check_tokens(request.tokens, vocab_limit)
+    return refuse(session_id, RefusalCode.INVALID, fault) if fault else None

@@ -1,0 +1,118 @@
+"""The draft side of a generation. Losing it costs speed only, so nothing here raises."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from specdec_ray.engine.messages import (
+    CacheHandle,
+    Open,
+    Opened,
+    Proposal,
+    Propose,
+    RefusalCode,
+    Refused,
+)
+from specdec_ray.errors import EngineLost, Overloaded
+from specdec_ray.rounds.ports import EnginePool, EngineSession
+from specdec_ray.rounds.request import GenerationRequest, RoundSettings
+from specdec_ray.speculation.tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+
+class Drafter:
+    """Asks a draft replica for proposals; proposes nothing when it cannot.
+
+    Opening starts at once and runs beside the target's prefill. A draft that is slow is bypassed
+    for the round; one that is lost or refuses for good is given up for this generation.
+    """
+
+    def __init__(
+        self, drafts: EnginePool | None, request: GenerationRequest, settings: RoundSettings
+    ) -> None:
+        count = settings.draft_tokens if request.draft_tokens is None else request.draft_tokens
+        self._count = count
+        self._pool = drafts if count > 0 and request.max_tokens > 1 else None
+        self._request = request
+        self._timeout_s = settings.draft_timeout_s
+        self._stack = AsyncExitStack()
+        self._session: EngineSession | None = None
+        self._handle: CacheHandle | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._pool is not None:
+            self._opening = asyncio.create_task(self._open(self._pool))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._stack.aclose()
+
+    async def propose(self, committed: list[int], room: int) -> Proposal:
+        """A proposal on top of `committed`, of at most `room` nodes; empty where there is none."""
+        count = min(self._count, room)
+        if self._opening is None or count < 1:
+            return _nothing(committed)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.shield(self._opening)
+                return await self._ask(committed, count)
+        except TimeoutError:
+            logger.warning("the draft did not answer within %g s: bypassed", self._timeout_s)
+        except EngineLost as loss:
+            await self._give_up(str(loss))
+        return _nothing(committed)
+
+    async def _open(self, pool: EnginePool) -> None:
+        """Lease and prefill; leaves no session behind when the draft cannot take it."""
+        try:
+            session = await self._stack.enter_async_context(pool.session())
+            prompt, end = self._request.prompt, len(self._request.prompt) + self._request.max_tokens
+            assert self._request.rule is not None, "the caller settles the rule"
+            reply = await session.call(
+                Open(session.session_id, prompt, self._request.params, self._request.rule, end)
+            )
+        except (EngineLost, Overloaded) as error:
+            logger.warning("no draft for this generation: %s", error)
+            return
+        if isinstance(reply, Opened):
+            self._session, self._handle = session, reply.handle
+        else:
+            logger.warning("no draft for this generation: %s", reply)
+
+    async def _ask(self, committed: list[int], count: int) -> Proposal:
+        if self._session is None or self._handle is None:
+            return _nothing(committed)
+        missing = tuple(committed[self._handle.length :])
+        reply = await self._session.call(Propose(self._handle, missing, count))
+        if isinstance(reply, Proposal):
+            if reply.base_length == len(committed):
+                self._handle = reply.handle
+                return reply
+        elif isinstance(reply, Refused) and reply.code is not RefusalCode.BUSY:
+            await self._give_up(reply.message)
+        return _nothing(committed)
+
+    async def _give_up(self, reason: str) -> None:
+        logger.warning("going on without the draft: %s", reason)
+        self._session = self._handle = None
+        self._opening = None
+        await self._stack.aclose()
+
+
+def _nothing(committed: list[int]) -> Proposal:
+    return Proposal(_NO_HANDLE, len(committed), TokenTree())
+
+
+_NO_HANDLE = CacheHandle(b"", "", 0, 0, 0)
