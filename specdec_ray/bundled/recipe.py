@@ -57,14 +57,14 @@ def make_pair(out: Path, seconds: float, roots: list[Path]) -> None:
 
     torch.manual_seed(0)
     target = LlamaForCausalLM(_config(hidden=256, layers=14))
-    budget = Budget(seconds * TARGET_SHARE, batch_tokens=8192, length=512, peak_lr=2e-3)
+    budget = Budget(seconds * TARGET_SHARE, batch_tokens=2048, length=512, peak_lr=1.5e-3)
     target_tokens = train(target, text, next_token_loss, budget, out / "target.pt")
     _export(target, tokenizer, out / "target")
 
     samples = _samples(target, tokenizer, text, out / "samples.npy", seconds * 0.08)
     draft = LlamaForCausalLM(_config(hidden=192, layers=2))
     budget = Budget(
-        seconds * (1 - TARGET_SHARE - 0.08), batch_tokens=8192, length=256, peak_lr=3e-3
+        seconds * (1 - TARGET_SHARE - 0.08), batch_tokens=4096, length=256, peak_lr=3e-3
     )
     mixture = np.concatenate([np.tile(samples, 1 + len(text) // len(samples)), text])
     draft_tokens = train(draft, mixture, distillation_loss(target), budget, out / "draft.pt")

@@ -59,7 +59,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        if step % 25 == 0:
+        if step % 100 == 0:
             rate = step * budget.batch_tokens / spent
             print(
                 f"{spent / 60:6.1f} of {budget.seconds / 60:.0f} min  step {step}  "

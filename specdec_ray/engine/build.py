@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from specdec_ray.config import DraftConfig, ModelConfig, TargetConfig
 from specdec_ray.engine.draft import DraftEngine
@@ -27,11 +27,13 @@ class BuiltEngine:
 
     Attributes:
         context_length: most tokens a session of it can hold.
+        end_token_ids: tokens that end a text, as the model's generation config says.
     """
 
     thread: EngineThread
     tokenizer: PreTrainedTokenizerBase
     context_length: int
+    end_token_ids: frozenset[int]
 
 
 def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine:
@@ -50,7 +52,7 @@ def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine
         step_tokens=config.step_tokens,
         max_nodes=MAX_NODES,
     )
-    return BuiltEngine(EngineThread(engine, "target-engine"), tokenizer, _context(model))
+    return _built(engine, "target-engine", model, tokenizer)
 
 
 def build_draft(
@@ -72,7 +74,7 @@ def build_draft(
         vocab_limit=min(len(tokenizer), len(target_tokenizer), model.vocab_size),
         step_tokens=config.step_tokens,
     )
-    return BuiltEngine(EngineThread(engine, "draft-engine"), tokenizer, _context(model))
+    return _built(engine, "draft-engine", model, tokenizer)
 
 
 def check_same_ids(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -91,6 +93,18 @@ def check_same_ids(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBa
                 f"for the target and {found!r} for the draft (vocabularies of "
                 f"{len(target_tokens)} and {len(draft_tokens)})"
             )
+
+
+def end_token_ids(
+    config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> frozenset[int]:
+    """The end tokens of the generation config, else the tokenizer's own."""
+    ends = config.eos_token_id if config is not None else None
+    if ends is None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else ends)
 
 
 def set_threads(threads: int) -> None:
@@ -131,5 +145,15 @@ def _device(config: ModelConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _context(model: PackedModel) -> int:
-    return min(model.max_positions, model.capacity_tokens)
+def _built(
+    engine: TargetEngine | DraftEngine,
+    name: str,
+    model: PackedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> BuiltEngine:
+    return BuiltEngine(
+        thread=EngineThread(engine, name),
+        tokenizer=tokenizer,
+        context_length=min(model.max_positions, model.capacity_tokens),
+        end_token_ids=end_token_ids(model.generation_config, tokenizer),
+    )

@@ -35,6 +35,7 @@ class PackedModel:
         self.kv_bytes_per_token = sum(layer.bytes_per_token for layer in layers)
         self.capacity_tokens = block_count * block_size
         self.max_positions = context_length(model.config)
+        self.generation_config = model.generation_config
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
 
     @torch.inference_mode()

@@ -4,10 +4,10 @@ from typing import Any
 
 from ray import serve
 from ray.serve.schema import LoggingConfig
-from specdec_ray.serve.router import Router
 
 from specdec_ray.config import ModelConfig, SpecdecConfig, parse_config
 from specdec_ray.serve.engine_replica import DraftReplica, TargetReplica
+from specdec_ray.serve.router import Router
 
 # Idle OpenMP threads must sleep: two actors on the same cores would fight by spinning.
 PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}

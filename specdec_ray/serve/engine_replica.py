@@ -9,12 +9,12 @@ from typing import Any
 
 import ray
 from ray import serve
-from specdec_ray.serve.round_server import RoundServer
-from specdec_ray.serve.wire import WireLimits
 
 from specdec_ray.config import ModelConfig, SpecdecConfig
 from specdec_ray.engine.build import MAX_NODES, BuiltEngine, build_draft, build_target, set_threads
 from specdec_ray.engine.sessions import ReplicaIdentity
+from specdec_ray.serve.round_server import RoundServer
+from specdec_ray.serve.wire import WireLimits
 
 logger = logging.getLogger("ray.serve")
 

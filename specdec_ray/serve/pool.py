@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
-from specdec_ray.serve.round_client import ConnectionCache
 
 from specdec_ray.errors import EngineLost, Overloaded
 from specdec_ray.rounds.ports import EngineSession
+from specdec_ray.serve.round_client import ConnectionCache
 
 _GONE = (ActorDiedError, ActorUnavailableError, DeploymentUnavailableError)
 

@@ -1,0 +1,325 @@
+"""Engine messages to protobuf and back. Decoding trusts nothing: every length and id is checked
+before anything is built from it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from specdec_ray.engine import messages as m
+from specdec_ray.errors import InvalidParameter
+from specdec_ray.pb import rounds_pb2 as pb
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.tree import TokenTree
+
+SESSION_ID_BYTES = 16
+
+V = TypeVar("V")
+
+_RULES = {Rule.COUPLED: pb.RULE_COUPLED, Rule.REJECTION: pb.RULE_REJECTION}
+_CODES = {code: pb.RefusalCode.Value(f"REFUSAL_CODE_{code.name}") for code in m.RefusalCode}
+_RULES_BACK = {value: rule for rule, value in _RULES.items()}
+_CODES_BACK = {value: code for code, value in _CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """Most of everything that a peer may send.
+
+    Attributes:
+        max_context_tokens: tokens of a context or of its missing part.
+        max_nodes: nodes of a tree.
+        max_support: ids that a node's draft distribution may name.
+    """
+
+    max_context_tokens: int
+    max_nodes: int = 64
+    max_support: int = 64
+
+
+def encode_request(request: m.Request) -> pb.EngineRequest:
+    if isinstance(request, m.Verify):
+        verify = pb.Verify(
+            handle=_handle(request.handle),
+            round=request.round,
+            base_length=request.base_length,
+            tree=_tree(request.tree),
+            draft_probs=_draft_probs(request.draft_probs),
+        )
+        return pb.EngineRequest(verify=verify)
+    if isinstance(request, m.Propose):
+        propose = pb.Propose(
+            handle=_handle(request.handle), tokens=request.tokens, count=request.count
+        )
+        return pb.EngineRequest(propose=propose)
+    if isinstance(request, m.Open):
+        opening = pb.Open(
+            session_id=request.session_id,
+            tokens=request.tokens,
+            sampling=_sampling(request.params),
+            rule=_RULES[request.rule],
+            max_length=request.max_length,
+        )
+        return pb.EngineRequest(open=opening)
+    return pb.EngineRequest(close=pb.Close(session_id=request.session_id))
+
+
+def encode_reply(reply: m.Reply) -> pb.EngineReply:
+    if isinstance(reply, m.Verdict):
+        verdict = pb.Verdict(
+            handle=_handle(reply.handle),
+            round=reply.round,
+            accepted=reply.accepted,
+            emitted=reply.emitted,
+            load=pb.Load(waiting=reply.load.waiting, free_blocks=reply.load.free_blocks),
+        )
+        return pb.EngineReply(verdict=verdict)
+    if isinstance(reply, m.Proposal):
+        proposal = pb.Proposal(
+            handle=_handle(reply.handle),
+            base_length=reply.base_length,
+            tree=_tree(reply.tree),
+            draft_probs=_draft_probs(reply.draft_probs),
+        )
+        return pb.EngineReply(proposal=proposal)
+    if isinstance(reply, m.Opened):
+        opened = pb.Opened(handle=_handle(reply.handle), emitted=reply.emitted)
+        return pb.EngineReply(opened=opened)
+    refused = pb.Refused(
+        session_id=reply.session_id,
+        code=_CODES[reply.code],
+        message=reply.message,
+        known_length=reply.known_length,
+        retry_after_s=reply.retry_after_s,
+    )
+    return pb.EngineReply(refused=refused)
+
+
+def session_of_request(message: pb.EngineRequest) -> bytes:
+    """The session a request speaks of, even if the rest of it makes no sense."""
+    return _session_of(message, "request")
+
+
+def session_of_reply(message: pb.EngineReply) -> bytes:
+    return _session_of(message, "reply")
+
+
+def decode_request(message: pb.EngineRequest, limits: WireLimits) -> m.Request:
+    """The request a frame carries.
+
+    Raises:
+        InvalidParameter: naming the field that is wrong.
+    """
+    kind = message.WhichOneof("request")
+    decode = _REQUESTS.get(kind)
+    if decode is None:
+        raise InvalidParameter("request", "is empty or of an unknown kind")
+    return decode(getattr(message, kind), limits)
+
+
+def decode_reply(message: pb.EngineReply, limits: WireLimits) -> m.Reply:
+    """The reply a frame carries.
+
+    Raises:
+        InvalidParameter: naming the field that is wrong.
+    """
+    kind = message.WhichOneof("reply")
+    decode = _REPLIES.get(kind)
+    if decode is None:
+        raise InvalidParameter("reply", "is empty or of an unknown kind")
+    return decode(getattr(message, kind), limits)
+
+
+def _decode_open(message: pb.Open, limits: WireLimits) -> m.Open:
+    _check_count("tokens", message.tokens, limits.max_context_tokens)
+    sampling = message.sampling
+    return m.Open(
+        _session_id(message.session_id),
+        tuple(message.tokens),
+        SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            choice=sampling.choice,
+        ),
+        _named(_RULES_BACK, message.rule, "rule"),
+        message.max_length,
+    )
+
+
+def _decode_propose(message: pb.Propose, limits: WireLimits) -> m.Propose:
+    _check_count("tokens", message.tokens, limits.max_context_tokens)
+    if message.count > limits.max_nodes:
+        raise InvalidParameter("count", f"limit is {limits.max_nodes}, got {message.count}")
+    return m.Propose(_decode_handle(message.handle), tuple(message.tokens), message.count)
+
+
+def _decode_verify(message: pb.Verify, limits: WireLimits) -> m.Verify:
+    tree = _decode_tree(message.tree, limits)
+    return m.Verify(
+        _decode_handle(message.handle),
+        message.round,
+        message.base_length,
+        tree,
+        _decode_draft_probs(message, tree, limits),
+    )
+
+
+def _decode_close(message: pb.Close, limits: WireLimits) -> m.Close:
+    return m.Close(_session_id(message.session_id))
+
+
+def _decode_opened(message: pb.Opened, limits: WireLimits) -> m.Opened:
+    _check_count("emitted", message.emitted, limits.max_nodes + 1)
+    return m.Opened(_decode_handle(message.handle), tuple(message.emitted))
+
+
+def _decode_proposal(message: pb.Proposal, limits: WireLimits) -> m.Proposal:
+    tree = _decode_tree(message.tree, limits)
+    return m.Proposal(
+        _decode_handle(message.handle),
+        message.base_length,
+        tree,
+        _decode_draft_probs(message, tree, limits),
+    )
+
+
+def _decode_verdict(message: pb.Verdict, limits: WireLimits) -> m.Verdict:
+    _check_count("emitted", message.emitted, limits.max_nodes + 1)
+    return m.Verdict(
+        _decode_handle(message.handle),
+        message.round,
+        message.accepted,
+        tuple(message.emitted),
+        m.Load(message.load.waiting, message.load.free_blocks),
+    )
+
+
+def _decode_refused(message: pb.Refused, limits: WireLimits) -> m.Refused:
+    return m.Refused(
+        _session_id(message.session_id),
+        _named(_CODES_BACK, message.code, "code"),
+        message.message,
+        message.known_length,
+        message.retry_after_s,
+    )
+
+
+_REQUESTS: dict[str | None, Callable[..., m.Request]] = {
+    "open": _decode_open,
+    "propose": _decode_propose,
+    "verify": _decode_verify,
+    "close": _decode_close,
+}
+_REPLIES: dict[str | None, Callable[..., m.Reply]] = {
+    "opened": _decode_opened,
+    "proposal": _decode_proposal,
+    "verdict": _decode_verdict,
+    "refused": _decode_refused,
+}
+
+
+def _handle(handle: m.CacheHandle) -> pb.CacheHandle:
+    return pb.CacheHandle(
+        session_id=handle.session_id,
+        replica_id=handle.replica_id,
+        incarnation=handle.incarnation,
+        epoch=handle.epoch,
+        length=handle.length,
+    )
+
+
+def _decode_handle(handle: pb.CacheHandle) -> m.CacheHandle:
+    return m.CacheHandle(
+        _session_id(handle.session_id),
+        handle.replica_id,
+        handle.incarnation,
+        handle.epoch,
+        handle.length,
+    )
+
+
+def _sampling(params: SamplingParams) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        choice=params.choice,
+    )
+
+
+def _tree(tree: TokenTree) -> pb.TokenTree:
+    parents = () if tree.is_chain else [parent + 1 for parent in tree.parents]
+    return pb.TokenTree(tokens=tree.tokens, parents=parents)
+
+
+def _decode_tree(tree: pb.TokenTree, limits: WireLimits) -> TokenTree:
+    _check_count("tree.tokens", tree.tokens, limits.max_nodes)
+    if not tree.parents:
+        return TokenTree.chain(tree.tokens)
+    return TokenTree(tuple(tree.tokens), tuple(parent - 1 for parent in tree.parents))
+
+
+def _draft_probs(probs: DraftProbs | None) -> pb.DraftProbs | None:
+    if probs is None:
+        return None
+    return pb.DraftProbs(
+        width=probs.ids.shape[1],
+        ids=probs.ids.flatten().tolist(),
+        probs=probs.probs.flatten().tolist(),
+    )
+
+
+def _decode_draft_probs(
+    message: pb.Verify | pb.Proposal, tree: TokenTree, limits: WireLimits
+) -> DraftProbs | None:
+    if not message.HasField("draft_probs"):
+        return None
+    probs = message.draft_probs
+    if not 1 <= probs.width <= limits.max_support:
+        raise InvalidParameter(
+            "draft_probs.width", f"must be in [1, {limits.max_support}], got {probs.width}"
+        )
+    entries = probs.width * len(tree)
+    for field, values in (("ids", probs.ids), ("probs", probs.probs)):
+        if len(values) != entries:
+            raise InvalidParameter(
+                f"draft_probs.{field}", f"has {len(values)} entries, the tree needs {entries}"
+            )
+    shape = len(tree), probs.width
+    return DraftProbs(
+        torch.tensor(probs.ids, dtype=torch.int64).view(shape),
+        torch.tensor(probs.probs, dtype=torch.float32).view(shape),
+    )
+
+
+def _session_of(message: pb.EngineRequest | pb.EngineReply, field: str) -> bytes:
+    kind = message.WhichOneof(field)
+    if kind is None:
+        return b""
+    inner = getattr(message, kind)
+    session_id: bytes = inner.handle.session_id if hasattr(inner, "handle") else inner.session_id
+    return session_id
+
+
+def _session_id(value: bytes) -> bytes:
+    if len(value) != SESSION_ID_BYTES:
+        raise InvalidParameter("session_id", f"must be {SESSION_ID_BYTES} bytes, got {len(value)}")
+    return value
+
+
+def _check_count(field: str, values: Sequence[int], limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidParameter(field, f"limit is {limit} entries, got {len(values)}")
+
+
+def _named(names: dict[int, V], value: int, field: str) -> V:
+    if value not in names:
+        raise InvalidParameter(field, f"unknown value {value}")
+    return names[value]
