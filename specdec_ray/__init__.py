@@ -2,4 +2,6 @@
 
 from specdec_ray.decoder import Generation, SpeculativeDecoder
 
-__all__ = ["Generation", "SpeculativeDecoder"]
+__version__ = "0.1.0"
+
+__all__ = ["Generation", "SpeculativeDecoder", "__version__"]

@@ -25,7 +25,9 @@ class _EngineReplica:
     """What both roles share. Rounds do not come through Serve: a session takes one Serve call,
     its lease, and its rounds go over the replica's own gRPC stream."""
 
-    async def _start(self, config: ModelConfig, built: BuiltEngine) -> None:
+    _server: RoundServer | None = None  # stays None when the model could not be loaded
+
+    async def _start(self, built: BuiltEngine) -> None:
         self._engine = built.thread
         self._context_length = built.context_length
         self._server = RoundServer(
@@ -33,7 +35,6 @@ class _EngineReplica:
             WireLimits(
                 max_context_tokens=built.context_length,
                 max_nodes=MAX_NODES,
-                max_messages_per_frame=2 * config.max_sessions,
             ),
         )
         host = ray.util.get_node_ip_address()
@@ -74,8 +75,9 @@ class _EngineReplica:
             raise RuntimeError(reason)
 
     async def __del__(self) -> None:
-        await self._server.stop()
-        await asyncio.to_thread(self._engine.stop)
+        if self._server is not None:
+            await self._server.stop()
+            await asyncio.to_thread(self._engine.stop)
 
 
 class TargetReplica(_EngineReplica):
@@ -84,7 +86,7 @@ class TargetReplica(_EngineReplica):
     async def __init__(self, config: SpecdecConfig) -> None:
         set_threads(_threads(config.target))
         built = await asyncio.to_thread(build_target, config.target, _identity())
-        await self._start(config.target, built)
+        await self._start(built)
 
 
 class DraftReplica(_EngineReplica):
@@ -94,7 +96,7 @@ class DraftReplica(_EngineReplica):
         assert config.draft is not None, "build_app deploys a draft only where there is one"
         set_threads(_threads(config.draft))
         built = await asyncio.to_thread(build_draft, config.draft, config.target, _identity())
-        await self._start(config.draft, built)
+        await self._start(built)
 
 
 def _identity() -> ReplicaIdentity:

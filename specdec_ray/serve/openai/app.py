@@ -1,0 +1,305 @@
+"""Routes of the HTTP front door."""
+
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec_ray import __version__
+from specdec_ray.errors import InvalidParameter
+from specdec_ray.rounds.request import GenerationRequest
+from specdec_ray.rounds.text import Delta
+from specdec_ray.serve.merge import merge
+from specdec_ray.serve.openai.errors import ApiError, api_error, install_handlers
+from specdec_ray.serve.openai.responses import Answer
+from specdec_ray.serve.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    UnknownModel,
+)
+from specdec_ray.serve.openai.sse import DONE, EventStream, frame
+from specdec_ray.serve.requests import (
+    check_ids,
+    choices_of,
+    encode_chat,
+    encode_text,
+)
+from specdec_ray.serve.service import GenerationService
+
+COMPLETION_MAX_TOKENS = 16  # what the API documents for the completions endpoint
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+
+Choices = AsyncGenerator[tuple[int, Delta], None]
+
+
+def build_http_app(service: GenerationService, metrics: Callable[[], str]) -> FastAPI:
+    """The application.
+
+    Args:
+        metrics: the Prometheus text that `/metrics` answers with.
+    """
+    app = FastAPI(title="specdec_ray", version=__version__)
+    install_handlers(app)
+    app.add_middleware(_RequestIds)
+    app.add_middleware(_BodyLimit, limit=service.limits.max_body_bytes)
+    _add_generation_routes(app, service)
+    _add_model_routes(app, service)
+    _add_probes(app, service, metrics)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody) -> Response:
+        _check(service, body)
+        default = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        options = body.options(default)
+        prompts = await _prompts(service, body.prompt)
+        requests = [
+            request
+            for prompt in prompts
+            for request in choices_of(service, prompt, options, "prompt")
+        ]
+        echoes = []
+        if body.echo:
+            decode = service.model.tokenizer.decode
+            echoes = [decode(request.prompt, skip_special_tokens=True) for request in requests]
+        answer = Answer(
+            service.model.name,
+            requests,
+            chat=False,
+            prompts=len(prompts),
+            echoes=echoes,
+            token_ids=bool(body.return_token_ids),
+        )
+        return await _answer(service, body, requests, answer)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody) -> Response:
+        _check(service, body)
+        limit = (
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        )
+        messages = [message.flat() for message in body.messages]
+        prompt = await encode_chat(service, messages, "messages")
+        requests = choices_of(service, prompt, body.options(limit), "messages")
+        answer = Answer(
+            service.model.name, requests, chat=True, token_ids=bool(body.return_token_ids)
+        )
+        return await _answer(service, body, requests, answer)
+
+
+def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
+    started = int(time.time())
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": service.model.name,
+            "object": "model",
+            "created": started,
+            "owned_by": "specdec_ray",
+            "max_model_len": service.model.context_length,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(service, name)
+        return card()
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidParameter("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            messages = [message.flat() for message in body.messages]
+            ids = await encode_chat(service, messages, "messages")
+        else:
+            assert body.prompt is not None
+            ids = await encode_text(
+                service, body.prompt, "prompt", special_tokens=body.add_special_tokens
+            )
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.model.context_length}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        ids = check_ids(service, body.tokens, "tokens")
+        return {"prompt": service.model.tokenizer.decode(ids)}
+
+
+def _add_probes(app: FastAPI, service: GenerationService, metrics: Callable[[], str]) -> None:
+    async def ready() -> Response:
+        reason = await service.not_ready_reason()
+        if reason is None:
+            return Response()
+        return ApiError(503, reason, "server_error", None, "unavailable", 2).response()
+
+    app.add_api_route("/health", ready, methods=["GET"], response_model=None)
+    app.add_api_route("/ready", ready, methods=["GET"], response_model=None)
+
+    @app.get("/live")
+    async def live() -> Response:
+        return Response()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return PlainTextResponse(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _check(service: GenerationService, body: GenerationBody) -> None:
+    body.check_keys()
+    if body.model is not None:
+        _check_model(service, body.model)
+
+
+def _check_model(service: GenerationService, name: str) -> None:
+    if name != service.model.name:
+        served = service.model.name
+        raise UnknownModel("model", f"{name!r:.80} is not served here; {served!r} is")
+
+
+async def _prompts(
+    service: GenerationService, prompt: str | list[str] | list[int] | list[list[int]]
+) -> list[tuple[int, ...]]:
+    """Token ids of each prompt of a completions request."""
+    several: Sequence[Any]
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        several = [prompt]
+    else:
+        several = prompt
+    limit = service.limits.max_prompts
+    if not 1 <= len(several) <= limit:
+        raise InvalidParameter("prompt", f"must hold 1 to {limit} prompts, got {len(several)}")
+    return [
+        await encode_text(service, one, "prompt")
+        if isinstance(one, str)
+        else check_ids(service, one, "prompt")
+        for one in several
+    ]
+
+
+async def _answer(
+    service: GenerationService,
+    body: GenerationBody,
+    requests: Sequence[GenerationRequest],
+    answer: Answer,
+) -> Response:
+    choices = merge([service.stream(request) for request in requests])
+    if not body.stream:
+        async with aclosing(choices):
+            async for index, delta in choices:
+                answer.choices[index].add(delta)
+        return JSONResponse(answer.whole())
+    try:
+        first = await anext(choices)  # what fails before the first token gets a status of its own
+    except BaseException:
+        await choices.aclose()
+        raise
+    return EventStream(_frames(first, choices, body, answer))
+
+
+async def _frames(
+    first: tuple[int, Delta], choices: Choices, body: GenerationBody, answer: Answer
+) -> AsyncGenerator[str, None]:
+    async with aclosing(choices):
+        try:
+            for chunk in answer.opening():
+                yield frame(_with_usage(chunk, body, answer))
+            for chunk in answer.chunks(*first):
+                yield frame(_with_usage(chunk, body, answer))
+            async for index, delta in choices:
+                for chunk in answer.chunks(index, delta):
+                    yield frame(_with_usage(chunk, body, answer))
+        except Exception as error:  # the status is sent: the stream carries the error, and ends
+            yield frame(api_error(error).body)
+            return
+        if body.wants_usage:
+            yield frame(answer.usage_chunk())
+        yield DONE
+
+
+def _with_usage(chunk: dict[str, Any], body: GenerationBody, answer: Answer) -> dict[str, Any]:
+    if body.wants_continuous_usage:
+        return {**chunk, "usage": answer.usage()}
+    return {**chunk, "usage": None} if body.wants_usage else chunk
+
+
+class _RequestIds:
+    """Echoes a sane x-request-id, or gives one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Request(scope).headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"].append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        await self._app(scope, receive, tagged)
+
+
+class _BodyLimit:
+    """Refuses bodies over the limit, before reading them where their length is declared."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        declared = Request(scope).headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > self._limit:
+            await self._refusal(int(declared))(scope, receive, send)
+            return
+        body = await self._read(receive)
+        if body is None:
+            await self._refusal(self._limit + 1)(scope, receive, send)
+            return
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The whole body, or None if it passes the limit."""
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return body
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._limit:
+                return None
+        return body
+
+    def _refusal(self, size: int) -> JSONResponse:
+        message = f"body: limit is {self._limit} bytes, got at least {size}"
+        return ApiError(413, message, "invalid_request_error", None, "body_too_large").response()

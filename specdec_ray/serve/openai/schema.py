@@ -1,0 +1,167 @@
+"""Request bodies. Unknown keys are ignored, as real clients send many; known keys that would
+change the output and are not implemented are refused."""
+
+import logging
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specdec_ray.errors import InvalidParameter
+from specdec_ray.serve.requests import Message, Options
+
+logger = logging.getLogger("ray.serve")
+
+# Known keys without an implementation, and the values with which they change nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "min_tokens": (None, 0),
+    "bad_words": (None, []),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+}
+_logged_keys: set[str] = set()
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SpeculativeOptions(BaseModel):
+    """This service's own extension."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    num_tokens: int | None = Field(None, description="k of this request; 0 decodes plainly.")
+
+
+class GenerationBody(BaseModel):
+    """What both endpoints take. null means absent."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    speculative: SpeculativeOptions | None = None
+
+    def check_keys(self) -> None:
+        """Look at the keys this service does not implement.
+
+        Raises:
+            InvalidParameter: a known one asks for something.
+        """
+        for key, value in (self.model_extra or {}).items():
+            if key in UNSUPPORTED:
+                if value not in UNSUPPORTED[key]:
+                    raise UnsupportedParameter(key, "is not supported")
+            elif key not in _logged_keys:
+                _logged_keys.add(key)
+                logger.info("ignoring the unknown request key %.64r", key)
+
+    def options(self, max_tokens: int | None) -> Options:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        top_k = -1 if self.top_k is None else self.top_k
+        return Options(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=0 if top_k == -1 else top_k,  # -1 keeps all, as in vLLM
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            n=1 if self.n is None else self.n,
+            stop=tuple(stops or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            draft_tokens=self.speculative.num_tokens if self.speculative else None,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[TextPart] | None = None
+
+    def flat(self) -> Message:
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return Message(self.role, content or "")
+
+
+class ChatBody(GenerationBody):
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+
+
+class TokenizeBody(BaseModel):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(BaseModel):
+    model: str | None = None
+    tokens: list[int]
+
+
+class UnsupportedParameter(InvalidParameter):
+    """A known request field that this service does not implement."""
+
+
+class UnknownModel(InvalidParameter):
+    """The request names a model that is not served."""

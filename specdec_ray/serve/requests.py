@@ -1,0 +1,176 @@
+"""From what a client wrote to generation requests: the checks both front doors share."""
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jinja2 import TemplateError
+
+from specdec_ray.errors import ContextOverflow, InvalidParameter
+from specdec_ray.rounds.request import GenerationRequest
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.serve.service import GenerationService
+
+MAX_DRAFT_TOKENS = 64
+INLINE_PROMPT_CHARS = 20_000  # longer texts are tokenised off the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a request asks for besides its prompt; None takes the default.
+
+    Attributes:
+        max_tokens: None takes the room that is left.
+        seed: None draws a fresh one.
+    """
+
+    max_tokens: int | None
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A chat message."""
+
+    role: str
+    content: str
+
+
+async def encode_text(
+    service: GenerationService, text: str, field: str, *, special_tokens: bool = True
+) -> tuple[int, ...]:
+    """Token ids of a prompt.
+
+    Raises:
+        InvalidParameter: too many bytes.
+    """
+    _check_size(service, text, field)
+    return await _encode(service, text, special_tokens)
+
+
+async def encode_chat(
+    service: GenerationService, messages: Sequence[Message], field: str
+) -> tuple[int, ...]:
+    """Token ids of a chat in the tokenizer's template, which alone adds special tokens.
+
+    Raises:
+        InvalidParameter: no messages, no template, a template that refuses them, too many bytes.
+    """
+    tokenizer = service.model.tokenizer
+    if not messages:
+        raise InvalidParameter(field, "is empty")
+    if tokenizer.chat_template is None:
+        raise InvalidParameter(field, f"{service.model.name} has no chat template")
+    conversation = [{"role": message.role, "content": message.content} for message in messages]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+    except TemplateError as error:
+        raise InvalidParameter(field, f"the chat template refuses them: {error}") from error
+    _check_size(service, text, field)
+    return await _encode(service, text, special_tokens=False)
+
+
+def check_ids(service: GenerationService, ids: Sequence[int], field: str) -> tuple[int, ...]:
+    """The ids, if the model knows them all.
+
+    Raises:
+        InvalidParameter: naming the first it does not know.
+    """
+    vocab_size = service.model.vocab_size
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidParameter(field, f"token ids must be in [0, {vocab_size}), got {token}")
+    return tuple(ids)
+
+
+def choices_of(
+    service: GenerationService, prompt: tuple[int, ...], options: Options, field: str
+) -> list[GenerationRequest]:
+    """One generation request per choice; they differ in their noise only.
+
+    Raises:
+        InvalidParameter: naming the field, its limit and the value.
+        ContextOverflow: prompt and completion do not fit the context.
+    """
+    _check_options(service, options)
+    if not prompt:
+        raise InvalidParameter(field, "is empty")
+    context = service.model.context_length
+    room = context - len(prompt)
+    if room < 1:
+        raise ContextOverflow(field, context, len(prompt) + 1)
+    wanted = (
+        min(room, service.limits.max_tokens) if options.max_tokens is None else options.max_tokens
+    )
+    if wanted > room:
+        raise ContextOverflow(field, context, len(prompt) + wanted)
+    seed = secrets.randbits(63) if options.seed is None else options.seed
+    return [
+        GenerationRequest(
+            prompt=prompt,
+            params=SamplingParams(
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                min_p=options.min_p,
+                seed=seed,
+                choice=choice,
+            ),
+            max_tokens=wanted,
+            stop=options.stop,
+            stop_token_ids=frozenset(check_ids(service, options.stop_token_ids, "stop_token_ids")),
+            ignore_eos=options.ignore_eos,
+            draft_tokens=options.draft_tokens,
+        )
+        for choice in range(options.n)
+    ]
+
+
+async def _encode(service: GenerationService, text: str, special_tokens: bool) -> tuple[int, ...]:
+    def encode() -> tuple[int, ...]:
+        encoded = service.model.tokenizer(text, add_special_tokens=special_tokens)
+        return tuple(encoded["input_ids"])
+
+    return encode() if len(text) <= INLINE_PROMPT_CHARS else await asyncio.to_thread(encode)
+
+
+def _check_options(service: GenerationService, options: Options) -> None:
+    limits = service.limits
+    _check_range("n", options.n, 1, limits.max_choices)
+    if options.max_tokens is not None:
+        _check_range("max_tokens", options.max_tokens, 1, limits.max_tokens)
+    if options.draft_tokens is not None:
+        _check_range("draft_tokens", options.draft_tokens, 0, MAX_DRAFT_TOKENS)
+    if len(options.stop) > limits.max_stop_strings:
+        raise InvalidParameter(
+            "stop", f"limit is {limits.max_stop_strings} strings, got {len(options.stop)}"
+        )
+    for stop in options.stop:
+        if not 1 <= len(stop) <= limits.max_stop_chars:
+            raise InvalidParameter(
+                "stop",
+                f"strings must have 1 to {limits.max_stop_chars} characters, got {len(stop)}",
+            )
+
+
+def _check_range(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidParameter(field, f"must be in [{low}, {high}], got {value}")
+
+
+def _check_size(service: GenerationService, text: str, field: str) -> None:
+    limit, size = service.limits.max_prompt_bytes, len(text.encode("utf-8", "surrogatepass"))
+    if size > limit:
+        raise InvalidParameter(field, f"limit is {limit} bytes, got {size}")

@@ -1,0 +1,115 @@
+"""The generation service behind both front doors: admission, rounds, text."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec_ray.config import LimitsConfig, RoundConfig
+from specdec_ray.errors import Overloaded, SpecdecError
+from specdec_ray.rounds.generate import generate
+from specdec_ray.rounds.ports import EnginePool
+from specdec_ray.rounds.request import GenerationRequest, RoundSettings
+from specdec_ray.rounds.text import Delta, TextStream, stream_text
+from specdec_ray.sampling.params import SamplingParams
+
+READY_TIMEOUT_S = 10.0
+READY_FOR_S = 1.0  # how long a good answer stands: probes must not load the engines
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What clients may know of the model, and what requests are checked against.
+
+    Attributes:
+        context_length: tokens that a prompt and its completion may have together.
+        vocab_size: number of token ids.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    end_token_ids: frozenset[int]
+    context_length: int
+    vocab_size: int
+
+
+class GenerationService:
+    """Runs generations on pools of targets and drafts.
+
+    Args:
+        drafts: None decodes plainly.
+        max_generations: choices in flight; one more is refused.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        targets: EnginePool,
+        drafts: EnginePool | None,
+        rounds: RoundConfig,
+        limits: LimitsConfig,
+        max_generations: int,
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self.active_generations = 0
+        self._targets, self._drafts = targets, drafts
+        self._max_generations = max_generations
+        self._ready_until = 0.0
+        self.reconfigure(rounds)
+
+    def reconfigure(self, rounds: RoundConfig) -> None:
+        """Change how later generations play their rounds."""
+        self._settings = RoundSettings(rounds.rule, rounds.draft_tokens, rounds.draft_timeout_s)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas of one choice; closing the generator frees everything it holds.
+
+        Raises:
+            Overloaded: too much is in flight here, or the targets are full.
+            EngineLost: targets were lost repeatedly.
+        """
+        if self.active_generations >= self._max_generations:
+            raise Overloaded(f"{self._max_generations} generations are in flight already")
+        request = self._settled(request)
+        assert request.draft_tokens is not None
+        text = TextStream(
+            self.model.tokenizer, request, self.model.end_token_ids, request.draft_tokens
+        )
+        rounds = generate(request, self._targets, self._drafts, self._settings)
+        self.active_generations += 1
+        try:
+            async with aclosing(stream_text(rounds, text)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self.active_generations -= 1
+
+    async def not_ready_reason(self) -> str | None:
+        """None if a token can be generated now, else why not. Busy is ready."""
+        if time.monotonic() < self._ready_until:
+            return None
+        probe = GenerationRequest((0,), SamplingParams(temperature=0), max_tokens=1)
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self.stream(probe)) as deltas:
+                await anext(deltas)
+        except Overloaded:
+            return None
+        except TimeoutError:
+            return f"no token within {READY_TIMEOUT_S:g} s"
+        except SpecdecError as error:
+            return str(error)
+        self._ready_until = time.monotonic() + READY_FOR_S
+        return None
+
+    def _settled(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with the deployment's choices where it makes none."""
+        settings = self._settings
+        draft_tokens = 0
+        if self._drafts is not None:
+            asked = request.draft_tokens
+            draft_tokens = settings.draft_tokens if asked is None else asked
+        return replace(request, rule=request.rule or settings.rule, draft_tokens=draft_tokens)
