@@ -2,7 +2,7 @@
 `specdec_ray.serve:build_app`. Unknown keys and impossible combinations are refused at start.
 
 Where replicas run and how many there are is Serve's own business: set `num_replicas`,
-`ray_actor_options` and `autoscaling_config` under `deployments:` for `Target`, `Draft` and `Router`.
+`ray_actor_options` and `autoscaling_config` of `Target`, `Draft` and `Router` under `deployments:`.
 """
 
 from enum import StrEnum
@@ -190,7 +190,8 @@ def parse_config(args: dict[str, Any]) -> SpecdecConfig:
         return SpecdecConfig.model_validate(args)
     except ValidationError as error:
         lines = (
-            f"{'.'.join(map(str, fault['loc'])) or 'args'}: {fault['msg']} (got {fault['input']!r:.80})"
+            f"{'.'.join(map(str, fault['loc'])) or 'args'}: {fault['msg']}, "
+            f"got {fault['input']!r:.80}"
             for fault in error.errors()
         )
         raise ConfigError("invalid configuration:\n  " + "\n  ".join(lines)) from None

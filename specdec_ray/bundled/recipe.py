@@ -106,9 +106,10 @@ def _samples(
     path: Path,
     seconds: float,
 ) -> npt.NDArray[np.uint16]:
-    """The target's own continuations, half of them greedy: a draft distilled on them agrees more."""
+    """The target's own continuations, half of them greedy: distilled on, they raise agreement."""
     if path.exists():
-        return np.load(path)
+        saved: npt.NDArray[np.uint16] = np.load(path)
+        return saved
     sequences = []
     for prompts, greedy in _prompts(text, seconds):
         generated = target.generate(

@@ -54,7 +54,7 @@ def train(
         batch = _batch(ids, budget, step)
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

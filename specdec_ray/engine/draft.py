@@ -21,8 +21,8 @@ from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, Session
 from specdec_ray.engine.validation import check_open, check_tokens, refuse
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
-from specdec_ray.speculation.acceptance import DrawRow, draw
 from specdec_ray.speculation.proposal import DraftProbs
+from specdec_ray.speculation.step import DrawRow, draw
 from specdec_ray.speculation.tree import TokenTree
 
 

@@ -18,8 +18,9 @@ from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, Session
 from specdec_ray.engine.validation import check_open, check_tokens, refuse
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
-from specdec_ray.speculation.acceptance import Judgement, RowGroup, judge
+from specdec_ray.speculation.acceptance import Judgement
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.step import RowGroup, judge
 from specdec_ray.speculation.tree import TokenTree
 
 MIN_PREFILL_ROWS = 32

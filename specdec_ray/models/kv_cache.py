@@ -1,6 +1,7 @@
 """A paged KV cache: fixed blocks of token slots, handed out to sequences in any order.
 
-Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
+Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+PagedAttention".
 """
 
 from collections.abc import Iterable, Sequence

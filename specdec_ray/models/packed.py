@@ -218,7 +218,7 @@ def _attention(
 
 
 def _buckets(segments: Sequence[Segment]) -> list[list[int]]:
-    """Which segments share an attention call: long ones never, short ones with KV of like length."""
+    """Which segments share an attention call: short ones whose KV is of like length."""
     buckets: dict[tuple[str, int], list[int]] = {}
     for index, segment in enumerate(segments):
         rows, length = len(segment.tokens), segment.base + len(segment.tokens)

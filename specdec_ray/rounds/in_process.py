@@ -28,7 +28,10 @@ class InProcessSession:
             if not answer.done():  # the caller may have been cancelled meanwhile
                 answer.set_result(reply)
 
-        self._engine.submit(request, lambda replies: loop.call_soon_threadsafe(settle, replies[0]))
+        def sink(replies: list[Reply]) -> None:
+            loop.call_soon_threadsafe(settle, replies[0])
+
+        self._engine.submit(request, sink)
         return await answer
 
 

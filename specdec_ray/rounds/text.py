@@ -55,7 +55,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back, incomplete characters as U+FFFD."""
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
         return text[self._sent :]
 
 

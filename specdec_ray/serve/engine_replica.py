@@ -83,7 +83,7 @@ class _EngineReplica:
 class TargetReplica(_EngineReplica):
     """Deployment `Target`: owns the truth."""
 
-    async def __init__(self, config: SpecdecConfig) -> None:
+    async def __init__(self, config: SpecdecConfig) -> None:  # type: ignore[misc]
         set_threads(_threads(config.target))
         built = await asyncio.to_thread(build_target, config.target, _identity())
         await self._start(built)
@@ -92,7 +92,7 @@ class TargetReplica(_EngineReplica):
 class DraftReplica(_EngineReplica):
     """Deployment `Draft`: proposes; losing it costs speed only."""
 
-    async def __init__(self, config: SpecdecConfig) -> None:
+    async def __init__(self, config: SpecdecConfig) -> None:  # type: ignore[misc]
         assert config.draft is not None, "build_app deploys a draft only where there is one"
         set_threads(_threads(config.draft))
         built = await asyncio.to_thread(build_draft, config.draft, config.target, _identity())

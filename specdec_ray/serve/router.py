@@ -35,7 +35,7 @@ class Router:
 
     _grpc: GrpcServer | None = None  # stays None when the start failed
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: SpecdecConfig, target: DeploymentHandle, draft: DeploymentHandle | None
     ) -> None:
         model = await asyncio.to_thread(_served_model, config)

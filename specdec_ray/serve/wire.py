@@ -19,9 +19,9 @@ SESSION_ID_BYTES = 16
 V = TypeVar("V")
 
 _RULES = {Rule.COUPLED: pb.RULE_COUPLED, Rule.REJECTION: pb.RULE_REJECTION}
-_CODES = {code: pb.RefusalCode.Value(f"REFUSAL_CODE_{code.name}") for code in m.RefusalCode}
-_RULES_BACK = {value: rule for rule, value in _RULES.items()}
-_CODES_BACK = {value: code for code, value in _CODES.items()}
+_CODES = {code: getattr(pb, f"REFUSAL_CODE_{code.name}") for code in m.RefusalCode}
+_RULES_BACK: dict[int, Rule] = {value: rule for rule, value in _RULES.items()}
+_CODES_BACK: dict[int, m.RefusalCode] = {value: code for code, value in _CODES.items()}
 
 
 @dataclass(frozen=True, slots=True)

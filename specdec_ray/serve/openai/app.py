@@ -178,11 +178,11 @@ async def _prompts(
     service: GenerationService, prompt: str | list[str] | list[int] | list[list[int]]
 ) -> list[tuple[int, ...]]:
     """Token ids of each prompt of a completions request."""
-    several: Sequence[Any]
+    several: Sequence[Any]  # of texts or of id lists
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         several = [prompt]
     else:
-        several = prompt
+        several = list(prompt)
     limit = service.limits.max_prompts
     if not 1 <= len(several) <= limit:
         raise InvalidParameter("prompt", f"must hold 1 to {limit} prompts, got {len(several)}")
