@@ -121,9 +121,7 @@ def make_pair(
 
 
 @torch.inference_mode()
-def _make(
-    folder: Path, agreement: float, target: Size, draft: Size, vocab: int, seed: int
-) -> None:
+def _make(folder: Path, agreement: float, target: Size, draft: Size, vocab: int, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     small, large = _llama(draft, vocab), _llama(target, vocab)
     _fill_draft(small, random)
@@ -182,9 +180,7 @@ def _fill_draft(model: LlamaForCausalLM, random: torch.Generator) -> None:
             weight.normal_(0, LOUDNESS.get(kind, 1.0) / math.sqrt(fan_in), generator=random)
 
 
-def _fill_target(
-    model: LlamaForCausalLM, draft: LlamaForCausalLM, random: torch.Generator
-) -> None:
+def _fill_target(model: LlamaForCausalLM, draft: LlamaForCausalLM, random: torch.Generator) -> None:
     d, width = draft.config.hidden_size, model.config.hidden_size
     copied = dict(draft.named_parameters())
     for name, weight in model.named_parameters():

@@ -1,14 +1,19 @@
 """Tiny models, a byte-level tokenizer, and the leak check that no test can forget."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec_ray.engine.draft import DraftEngine
 from specdec_ray.engine.loop import EngineThread
+from specdec_ray.engine.sessions import ReplicaIdentity
+from specdec_ray.engine.target import TargetEngine
+from specdec_ray.models.attention import PAGED_ATTENTION
+from specdec_ray.models.packed_model import PackedModel
 
 VOCAB = 259
 BOS, EOS, PAD = 256, 257, 258
@@ -93,3 +98,52 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
         return model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_target() -> Callable[..., TargetEngine]:
+    def make(model: LlamaForCausalLM, *, blocks: int = 200, step_tokens: int = 64) -> TargetEngine:
+        packed = _packed(model, blocks)
+        return TargetEngine(
+            packed, IDENTITY, vocab_limit=VOCAB, step_tokens=step_tokens, max_nodes=16
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_draft() -> Callable[..., DraftEngine]:
+    def make(model: LlamaForCausalLM, *, blocks: int = 200, step_tokens: int = 64) -> DraftEngine:
+        return DraftEngine(
+            _packed(model, blocks), IDENTITY, vocab_limit=VOCAB, step_tokens=step_tokens
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def greedy_reference() -> Callable[..., list[int]]:
+    """What the stock model generates, greedily, past end tokens."""
+
+    @torch.inference_mode()
+    def generate(model: LlamaForCausalLM, prompt: Sequence[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        generated = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=PAD,
+        )
+        return generated[0, len(prompt) :].tolist()
+
+    return generate
+
+
+IDENTITY = ReplicaIdentity("test", 1)
+
+
+def _packed(model: LlamaForCausalLM, blocks: int) -> PackedModel:
+    model.set_attn_implementation(PAGED_ATTENTION)
+    return PackedModel(model, block_count=blocks, block_size=16)

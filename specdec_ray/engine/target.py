@@ -15,7 +15,7 @@ from specdec_ray.engine.messages import (
     Verify,
 )
 from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
-from specdec_ray.engine.validation import check_open, check_tokens, refuse
+from specdec_ray.engine.validation import check_draft_probs, check_open, check_tokens, refuse
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.speculation.acceptance import Judgement
@@ -172,8 +172,8 @@ class TargetEngine:
         if session.rule is Rule.REJECTION and not session.params.greedy and tree.tokens:
             if not tree.is_chain:
                 return "the rejection rule verifies chains only"
-            if request.draft_probs is None:
-                return "the rejection rule needs draft_probs"
+            if fault := check_draft_probs(request, self._vocab_limit):
+                return fault
         return check_tokens(tree.tokens, self._vocab_limit)
 
     def _conclude(

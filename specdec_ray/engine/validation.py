@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from specdec_ray.engine.messages import Open, RefusalCode, Refused
+import torch
+
+from specdec_ray.engine.messages import Open, RefusalCode, Refused, Verify
 from specdec_ray.engine.sessions import Session, SessionTable
 
 
@@ -15,6 +17,23 @@ def check_tokens(tokens: Sequence[int], vocab_limit: int) -> str | None:
     for token in tokens:
         if not 0 <= token < vocab_limit:
             return f"token id {token} is outside [0, {vocab_limit})"
+    return None
+
+
+def check_draft_probs(verify: Verify, vocab_limit: int) -> str | None:
+    """Why a proposal's q cannot be what its nodes were drawn from, or None."""
+    probs = verify.draft_probs
+    if probs is None:
+        return "the rejection rule needs draft_probs"
+    if probs.ids.shape != probs.probs.shape or len(probs.ids) != len(verify.tree):
+        return f"draft_probs have shape {tuple(probs.ids.shape)} for {len(verify.tree)} nodes"
+    if not bool(((probs.ids >= 0) & (probs.ids < vocab_limit)).all()):
+        return f"draft_probs name a token id outside [0, {vocab_limit})"
+    if not bool(((probs.probs >= 0) & ((probs.probs.sum(-1) - 1).abs() < 1e-3)[:, None]).all()):
+        return "draft_probs must be probabilities that sum to one"
+    nodes = torch.tensor(verify.tree.tokens)[:, None]
+    if not bool(((probs.ids == nodes) & (probs.probs > 0)).any(-1).all()):
+        return "a drafted token is not in its own draft_probs"
     return None
 
 
