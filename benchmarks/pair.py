@@ -3,9 +3,9 @@
 Speed depends on the acceptance rate and on the price of a forward, not on what the weights know, so
 nothing is downloaded. The target's residual stream is [the draft's dimensions | its own]:
 
-- The first part runs the draft's own weights and is closed: only itself reads or writes it.
-- The second part is a deep random network that reads both. It is written WHISPER times smaller and
-  read 1 / WHISPER times louder, so that RMSNorm, which sees both, sees the first part alone.
+- The first part runs the draft's own weights; nothing else writes it.
+- The second part gathers what all other units make of the first. Nothing but lm_head reads it, and
+  it is written WHISPER times smaller, so that RMSNorm, which sees both, sees the first part alone.
 - lm_head adds them up, the second part times `gain`. At gain 0 the target's greedy token is the
   draft's, at the full price of the target; the larger the gain, the rarer they agree.
 
@@ -41,11 +41,10 @@ WHISPER = 2.0**-8  # a power of two, so that scaling by it rounds nothing
 
 # Deviation of what a projection makes of inputs of deviation 1; 1 where not named.
 LOUDNESS = {"q_proj": 1.8, "k_proj": 1.8, "o_proj": 1.4, "down_proj": 2.0, "lm_head": 5.0}
-READS_STREAM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 WRITES_STREAM = ("o_proj", "down_proj")
 
 # Agreement is measured on so many texts, each a random prompt and its greedy continuation.
-TEXTS, PROMPT, NEW = 16, 16, 96
+TEXTS, PROMPT, NEW = 16, 8, 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ def _make(folder: Path, agreement: float, target: Size, draft: Size, vocab: int,
     own_head = large.lm_head.weight[:, draft.hidden :].float()
 
     texts = torch.randint(FIRST_WORD, vocab, (TEXTS, PROMPT + NEW), generator=random)
-    for _ in range(3):  # random tokens first, then what the target writes with about that gain
+    for _ in range(2):  # random tokens first, then what the target writes at about that gain
         gain = _gain(agreement, large, small, own_head, texts)
         large.lm_head.weight[:, draft.hidden :] = gain * own_head
         texts = _write(large, torch.randint(FIRST_WORD, vocab, (TEXTS, PROMPT), generator=random))
@@ -189,21 +188,18 @@ def _fill_target(model: LlamaForCausalLM, draft: LlamaForCausalLM, random: torch
             continue
         kind = _kind(name)
         loudness = LOUDNESS.get(kind, 1.0)
-        if kind in READS_STREAM:
-            weight[:, :d].normal_(0, loudness / math.sqrt(2 * d), generator=random)
-            own = weight[:, d:]
-            own.normal_(0, loudness / WHISPER / math.sqrt(2 * own.shape[1]), generator=random)
+        weight.zero_()
+        if kind == "embed_tokens":
+            weight[:, d:].normal_(0, WHISPER, generator=random)
+        elif kind == "lm_head":
+            std = loudness / WHISPER / math.sqrt(width - d)
+            weight[:, d:].normal_(0, std, generator=random)
         elif kind in WRITES_STREAM:
-            weight[:d] = 0
             std = WHISPER * loudness / math.sqrt(weight.shape[1])
             weight[d:].normal_(0, std, generator=random)
-        else:  # [vocab, width]; lm_head's part is divided by what the norm makes of a whisper
-            scale = WHISPER if kind == "embed_tokens" else loudness / WHISPER / math.sqrt(width - d)
-            weight[:, d:].normal_(0, scale, generator=random)
-        if name in copied:
-            block = copied[name]
-            if kind in READS_STREAM:
-                weight[: block.shape[0], d:] = 0
+        else:
+            weight[:, :d].normal_(0, loudness / math.sqrt(d), generator=random)
+        if (block := copied.get(name)) is not None:
             weight[: block.shape[0], : block.shape[1]] = block
     for head in model.lm_head, draft.lm_head:
         head.weight[:FIRST_WORD] = 0

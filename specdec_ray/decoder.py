@@ -5,6 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import TracebackType
@@ -124,17 +125,18 @@ class SpeculativeDecoder:
         """Deltas of one generation as its rounds come in. Options as in `generate`."""
         deltas = self._deltas(self._request(prompt, **options))
         ready: SimpleQueue[Delta | BaseException | None] = SimpleQueue()
+        ended = threading.Event()
 
         async def pump() -> None:
             try:
-                async for delta in deltas:
-                    ready.put(delta)
+                async with aclosing(deltas):
+                    async for delta in deltas:
+                        ready.put(delta)
                 ready.put(None)
-            except BaseException as error:
+            except Exception as error:  # raised again where the caller reads
                 ready.put(error)
-                raise
             finally:
-                await deltas.aclose()
+                ended.set()
 
         pumping = asyncio.run_coroutine_threadsafe(pump(), self._loop)
         try:
@@ -144,15 +146,16 @@ class SpeculativeDecoder:
                 yield delta
         finally:
             pumping.cancel()
+            ended.wait()  # what the generation held is free before the caller goes on
 
     def close(self) -> None:
         """Stop the engines and the event loop."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
         for engine in (self._target, self._draft):
             if engine is not None:
                 engine.thread.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self

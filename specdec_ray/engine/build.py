@@ -154,6 +154,6 @@ def _built(
     return BuiltEngine(
         thread=EngineThread(engine, name),
         tokenizer=tokenizer,
-        context_length=min(model.max_positions, model.capacity_tokens),
+        context_length=model.context_length,
         end_token_ids=end_token_ids(model.generation_config, tokenizer),
     )

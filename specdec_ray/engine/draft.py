@@ -1,7 +1,7 @@
 """The draft engine: many sessions' chains advance together, one token a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,7 +60,7 @@ class DraftEngine:
         step_tokens: int,
     ) -> None:
         self._model = model
-        self._sessions = SessionTable(model.pool, identity)
+        self._sessions = SessionTable(model, identity)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._drafting: dict[Session, Drafting] = {}
@@ -123,7 +123,10 @@ class DraftEngine:
 
     def _take_open(self, request: Open, sink: ReplySink) -> Refused | None:
         session = self._sessions.get(request.session_id)
-        refused = check_open(session, request, self._sessions, self._vocab_limit)
+        context = self._sessions.context_length
+        # A context shorter than the target's is drafted in as far as it goes.
+        request = replace(request, max_length=min(request.max_length, context))
+        refused = check_open(session, request, context, self._vocab_limit)
         if refused is None:
             assert session is not None
             self._forget(session)

@@ -28,7 +28,10 @@ class Outbox:
     def flush(self) -> None:
         replies, self._replies = self._replies, defaultdict(list)
         for sink, batch in replies.items():
-            sink(batch)
+            try:
+                sink(batch)
+            except Exception:  # whoever asked is gone; the other sessions are not
+                logger.exception("%d replies could not be delivered", len(batch))
 
 
 class Steppable(Protocol):
@@ -134,13 +137,14 @@ class EngineThread:
                 with self._wake:
                     while not (self._inbox or worked or self._stopped):
                         self._wake.wait()
-                    if self._stopped:
-                        return
+                    stopped = self._stopped
                     commands = list(self._inbox)
                     self._inbox.clear()
                 self._busy_since = time.monotonic()
                 for command in commands:
                     command(outbox)
+                if stopped:  # only once what was asked before is done: sessions are freed
+                    return
                 worked = self._step(outbox)
                 outbox.flush()
                 self._busy_since = None

@@ -12,8 +12,8 @@ from enum import Enum, auto
 
 from specdec_ray.engine.loop import Outbox, ReplySink
 from specdec_ray.engine.messages import CacheHandle, Load, Open, RefusalCode, Refused
-from specdec_ray.models.kv_cache import BlockPool
 from specdec_ray.models.packed import Segment
+from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
 
@@ -62,11 +62,16 @@ class ReplicaIdentity:
 
 
 class SessionTable:
-    """All sessions of a replica and the KV blocks promised to them."""
+    """All sessions of a replica and the KV blocks promised to them.
 
-    def __init__(self, pool: BlockPool, identity: ReplicaIdentity) -> None:
-        self.identity = identity
-        self._pool = pool
+    Attributes:
+        context_length: most tokens a session can ever hold here.
+    """
+
+    def __init__(self, model: PackedModel, identity: ReplicaIdentity) -> None:
+        self.context_length = model.context_length
+        self._identity = identity
+        self._pool = model.pool
         self._sessions: dict[bytes, Session] = {}
         self._waiting: deque[Session] = deque()
 
@@ -93,10 +98,6 @@ class SessionTable:
         if session.phase is Phase.WAITING:
             self._waiting.remove(session)
         self._pool.release(session.table)
-
-    def fits(self, max_length: int) -> bool:
-        """Whether a session of that length could be admitted on an idle replica."""
-        return self._blocks(max_length) <= self._pool.block_count
 
     def open(self, session: Session, request: Open, sink: ReplySink) -> None:
         """Start over with the request's context; admission follows in FIFO order."""
@@ -158,8 +159,8 @@ class SessionTable:
     def handle(self, session: Session, length: int) -> CacheHandle:
         return CacheHandle(
             session.session_id,
-            self.identity.replica_id,
-            self.identity.incarnation,
+            self._identity.replica_id,
+            self._identity.incarnation,
             epoch=0,
             length=length,
         )

@@ -46,7 +46,7 @@ class TargetEngine:
         max_nodes: int,
     ) -> None:
         self._model = model
-        self._sessions = SessionTable(model.pool, identity)
+        self._sessions = SessionTable(model, identity)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._max_nodes = max_nodes
@@ -120,7 +120,7 @@ class TargetEngine:
 
     def _take_open(self, request: Open, sink: ReplySink) -> Refused | None:
         session = self._sessions.get(request.session_id)
-        refused = check_open(session, request, self._sessions, self._vocab_limit)
+        refused = check_open(session, request, self._sessions.context_length, self._vocab_limit)
         if refused is None:
             assert session is not None
             self._forget(session)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec_ray.engine.messages import Open, RefusalCode, Refused, Verify
-from specdec_ray.engine.sessions import Session, SessionTable
+from specdec_ray.engine.sessions import Session
 
 
 def refuse(session_id: bytes, code: RefusalCode, message: str, known_length: int = 0) -> Refused:
@@ -38,7 +38,7 @@ def check_draft_probs(verify: Verify, vocab_limit: int) -> str | None:
 
 
 def check_open(
-    session: Session | None, request: Open, sessions: SessionTable, vocab_limit: int
+    session: Session | None, request: Open, context_length: int, vocab_limit: int
 ) -> Refused | None:
     """Refuse an Open of an unknown session, of one at work, or one that can never fit."""
     session_id = request.session_id
@@ -50,8 +50,8 @@ def check_open(
         return refuse(session_id, RefusalCode.INVALID, "the context is empty")
     if request.max_length < len(request.tokens):
         fault: str | None = f"max_length {request.max_length} is below the context's length"
-    elif not sessions.fits(request.max_length):
-        fault = f"{request.max_length} tokens never fit this replica's KV cache"
+    elif request.max_length > context_length:
+        fault = f"{request.max_length} tokens never fit this replica's {context_length}"
     else:
         fault = check_tokens(request.tokens, vocab_limit)
     return refuse(session_id, RefusalCode.INVALID, fault) if fault else None

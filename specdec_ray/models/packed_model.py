@@ -34,7 +34,7 @@ class PackedModel:
         self._cache = KVCache(layers, block_count * block_size)
         self.kv_bytes_per_token = sum(layer.bytes_per_token for layer in layers)
         self.capacity_tokens = block_count * block_size
-        self.max_positions = context_length(model.config)
+        self.context_length = min(context_length(model.config), self.capacity_tokens)
         self.generation_config = model.generation_config
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +22,8 @@ from specdec_ray.rounds.request import GenerationRequest, RoundSettings
 from specdec_ray.speculation.tree import TokenTree
 
 logger = logging.getLogger(__name__)
+
+MAX_TIMEOUTS_IN_A_ROW = 2
 
 
 class Drafter:
@@ -42,6 +45,7 @@ class Drafter:
         self._session: EngineSession | None = None
         self._handle: CacheHandle | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._timeouts = 0
 
     async def __aenter__(self) -> Self:
         if self._pool is not None:
@@ -54,10 +58,7 @@ class Drafter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
-        await self._stack.aclose()
+        await self._close()
 
     async def propose(self, committed: list[int], room: int) -> Proposal:
         """A proposal on top of `committed`, of at most `room` nodes; empty where there is none."""
@@ -67,9 +68,13 @@ class Drafter:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.shield(self._opening)
-                return await self._ask(committed, count)
+                proposal = await self._ask(committed, count)
+                self._timeouts = 0
+                return proposal
         except TimeoutError:
-            logger.warning("the draft did not answer within %g s: bypassed", self._timeout_s)
+            self._timeouts += 1
+            if self._timeouts == MAX_TIMEOUTS_IN_A_ROW:
+                await self._give_up(f"no answer within {self._timeout_s:g} s, repeatedly")
         except EngineLost as loss:
             await self._give_up(str(loss))
         return _nothing(committed)
@@ -100,14 +105,23 @@ class Drafter:
             if reply.base_length == len(committed):
                 self._handle = reply.handle
                 return reply
-        elif isinstance(reply, Refused) and reply.code is not RefusalCode.BUSY:
-            await self._give_up(reply.message)
+        elif isinstance(reply, Refused):
+            if reply.code is RefusalCode.STALE_LENGTH:
+                self._handle = replace(self._handle, length=reply.known_length)
+            elif reply.code is not RefusalCode.BUSY:  # busy: still at the round it was late for
+                await self._give_up(reply.message)
         return _nothing(committed)
 
     async def _give_up(self, reason: str) -> None:
         logger.warning("going on without the draft: %s", reason)
+        await self._close()
+
+    async def _close(self) -> None:
+        opening, self._opening = self._opening, None
         self._session = self._handle = None
-        self._opening = None
+        if opening is not None:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
         await self._stack.aclose()
 
 

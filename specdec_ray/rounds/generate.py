@@ -4,6 +4,7 @@ Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculativ
 draft and target behind ports, so that the same loop runs in one process and across a cluster.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from typing import TypeVar
@@ -17,6 +18,7 @@ from specdec_ray.rounds.request import Emission, GenerationRequest, RoundSetting
 logger = logging.getLogger(__name__)
 
 MAX_REOPENS_WITHOUT_PROGRESS = 3
+REOPEN_DELAY_S = 0.1
 
 R = TypeVar("R", Opened, Verdict)
 
@@ -68,6 +70,7 @@ async def generate(
                 if losses > MAX_REOPENS_WITHOUT_PROGRESS:
                     raise
                 logger.warning("target lost, opening %d tokens again: %s", len(committed), loss)
+                await asyncio.sleep(REOPEN_DELAY_S * losses)
 
 
 async def _open(

@@ -1,4 +1,4 @@
-"""From emitted tokens to text: incremental detokenisation, end tokens, stop strings, the limit.
+"""From emitted tokens to text: end tokens, stop strings, the limit.
 
 Everything is cut at one boundary: text, ids, counts and statistics end at the same token.
 """
@@ -8,9 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
+from specdec_ray.rounds.detokenizer import Detokenizer
 from specdec_ray.rounds.request import Emission, GenerationRequest, SpeculationStats
 
 
@@ -36,27 +36,6 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     stats: SpeculationStats | None = None
-
-
-class Detokenizer:
-    """Text as far as it is final: a character split over tokens is held back until whole."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._sent = 0  # characters
-
-    def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
-        text = self._stream.step(self._tokenizer.backend_tokenizer, token_id) or ""
-        self._sent += len(text)
-        return text
-
-    def flush(self) -> str:
-        """What was held back, incomplete characters as U+FFFD."""
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return text[self._sent :]
 
 
 class StopStrings:

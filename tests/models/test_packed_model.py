@@ -204,7 +204,7 @@ def test_prefill_chunk_asks_for_no_logits(case, ids):
 
 def test_sizes_are_reported(case):
     assert case.packed.capacity_tokens == 400
-    assert case.packed.max_positions == 128
+    assert case.packed.context_length == 128
     assert case.packed.vocab_size == VOCAB
     assert case.packed.kv_bytes_per_token in (512, 1024)
 
