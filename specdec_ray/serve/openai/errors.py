@@ -103,8 +103,10 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, "the body is not valid JSON", INVALID)
     # A union's faults carry the branch's name after the field: the field is what the client wrote.
     path = [part for part in fault["loc"] if part != "body"]
-    field = str(path[0]) if path else None
+    if not path:
+        return ApiError(400, "the body must be a JSON object, sent as application/json", INVALID)
+    field = str(path[0])
     if fault["type"] == "missing" and len(path) == 1:
         return ApiError(400, f"{field}: is required", INVALID, field, "missing_required_parameter")
     given = "" if fault["type"] == "missing" else f", got {fault['input']!r:.80}"
-    return ApiError(400, f"{field or 'body'}: {fault['msg']}{given}", INVALID, field)
+    return ApiError(400, f"{field}: {fault['msg']}{given}", INVALID, field)

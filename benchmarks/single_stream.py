@@ -1,0 +1,218 @@
+"""Greedy tokens per second of one stream: stock `generate`, stock assisted generation, and ours.
+
+The three take turns on the same prompts in one run, on one pair with the same threads. In the same
+run the price of a forward is measured, and from it the speed-up over stock `generate` that
+speculation with k drafted tokens can reach when nothing but forwards takes time:
+
+    limit = (mean emitted per round) / (1 + k * t_draft / t_target)
+
+It counts a verify of k + 1 rows as one target forward, which t_target(k + 1) shows to hold or not.
+Before that, in float32, all three must write the same texts, or the benchmark fails.
+"""
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from pair import make_pair
+from report import machine, spread, table
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from specdec_ray import SpeculativeDecoder
+
+PROMPTS = (
+    "The old lighthouse stood at",
+    "def merge(left, right):",
+    "Once upon a time a miller",
+    "The capital of Norway is",
+    "To bake a good bread, first",
+    "In the beginning of spring",
+    "Rivers carry sand because",
+    "She opened the letter and",
+)
+CHECKED_PROMPTS = 2
+WARM_UP_TOKENS = 24
+FORWARDS_PER_ROUND = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One timed text.
+
+    Attributes:
+        tokens: emitted ids, the prompt left out.
+        accepted: accepted length of each round; empty where it is not known.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: float
+    accepted: tuple[int, ...] = ()
+
+
+class Contenders:
+    """The pair loaded for the three ways to generate. Use as a context manager.
+
+    Args:
+        target, draft: folders or Hugging Face ids.
+        k: drafted tokens per round.
+    """
+
+    def __init__(self, target: str, draft: str, dtype: str, k: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self.k = k
+        self.target, self.draft = _stock(target, dtype), _stock(draft, dtype)
+        self._decoder = SpeculativeDecoder.from_pretrained(
+            target, draft, dtype=dtype, draft_tokens=k, threads=threads
+        )
+        self.ways = {"generate": self.plain, "assisted": self.assisted, "specdec_ray": self.ours}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._decoder.close()
+
+    def prompt(self, text: str) -> list[int]:
+        return list(self._decoder.tokenizer(text)["input_ids"])
+
+    def plain(self, prompt: Sequence[int], count: int) -> Text:
+        return self._generate(prompt, count, None)
+
+    def assisted(self, prompt: Sequence[int], count: int) -> Text:
+        """With k tokens every round: faster here than its adaptive default."""
+        config = self.draft.generation_config
+        config.num_assistant_tokens = self.k
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0.0
+        return self._generate(prompt, count, self.draft)
+
+    def ours(self, prompt: Sequence[int], count: int) -> Text:
+        started = time.perf_counter()
+        (generation,) = self._decoder.generate([prompt], max_tokens=count, ignore_eos=True)
+        seconds = time.perf_counter() - started
+        return Text(generation.token_ids, seconds, tuple(generation.stats.per_round_accepted))
+
+    def _generate(
+        self, prompt: Sequence[int], count: int, assistant: PreTrainedModel | None
+    ) -> Text:
+        ids = torch.tensor([prompt], device=self.target.device)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            text = self.target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                assistant_model=assistant,
+            )
+        seconds = time.perf_counter() - started
+        return Text(tuple(text[0, len(prompt) :].tolist()), seconds)
+
+
+@dataclass(slots=True)
+class Measurements:
+    """Everything measured, one entry per round of the benchmark or per forward.
+
+    Attributes:
+        rates: tokens per second of each way.
+        accepted: accepted lengths of all our rounds.
+        equal: texts of each way that equal those of `generate`.
+        draft_s, target_s, verify_s: seconds of a forward over 1 row of the draft, 1 and k + 1 rows
+            of the target.
+    """
+
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    accepted: list[int] = field(default_factory=list)
+    equal: dict[str, int] = field(default_factory=dict)
+    draft_s: list[float] = field(default_factory=list)
+    target_s: list[float] = field(default_factory=list)
+    verify_s: list[float] = field(default_factory=list)
+
+    def speedup(self, way: str, over: str) -> list[float]:
+        """Round by round, so that what slows the machine down for a while cancels."""
+        return [a / b for a, b in zip(self.rates[way], self.rates[over], strict=True)]
+
+    @property
+    def mean_emitted(self) -> float:
+        return 1 + statistics.mean(self.accepted)
+
+    def limit(self, k: int) -> float:
+        t_draft, t_target = statistics.median(self.draft_s), statistics.median(self.target_s)
+        return self.mean_emitted / (1 + k * t_draft / t_target)
+
+
+def check_texts(contenders: Contenders, count: int) -> None:
+    """Fail unless all ways write the same.
+
+    Raises:
+        SystemExit: naming the way, the prompt and the first token that differs.
+    """
+    for prompt in PROMPTS[:CHECKED_PROMPTS]:
+        ids = contenders.prompt(prompt)
+        texts = {name: way(ids, count).tokens for name, way in contenders.ways.items()}
+        wanted = texts["generate"]
+        for name, tokens in texts.items():
+            if tokens != wanted:
+                pairs = enumerate(zip(tokens, wanted, strict=False))
+                at = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(wanted)))
+                raise SystemExit(
+                    f"{name} differs from generate in float32 at token {at} of {prompt!r}:\n"
+                    f"  {tokens[at : at + 8]}\n  {wanted[at : at + 8]}"
+                )
+
+
+def measure(contenders: Contenders, rounds: int, count: int) -> Measurements:
+    for way in contenders.ways.values():
+        way(contenders.prompt(PROMPTS[-1]), WARM_UP_TOKENS)
+    seen = Measurements()
+    for index in range(rounds):
+        prompt = contenders.prompt(PROMPTS[index % len(PROMPTS)])
+        texts = {name: way(prompt, count) for name, way in contenders.ways.items()}
+        for name, text in texts.items():
+            seen.rates.setdefault(name, []).append(len(text.tokens) / text.seconds)
+            equal = text.tokens == texts["generate"].tokens
+            seen.equal[name] = seen.equal.get(name, 0) + equal
+            seen.accepted += text.accepted
+        context = [*prompt, *texts["generate"].tokens[: count // 2]]
+        seen.draft_s += forward_s(contenders.draft, context, 1)
+        seen.target_s += forward_s(contenders.target, context, 1)
+        seen.verify_s += forward_s(contenders.target, context, contenders.k + 1)
+    return seen
+
+
+@torch.inference_mode()
+def forward_s(model: PreTrainedModel, context: Sequence[int], rows: int) -> list[float]:
+    """Seconds of single forwards over the last `rows` tokens, the rest being cached."""
+    ids = torch.tensor([context], device=model.device)
+    cache = DynamicCache(config=model.config)
+    kept = len(context) - rows
+    model(ids[:, :kept], past_key_values=cache)
+    seconds = []
+    for _ in range(FORWARDS_PER_ROUND):
+        started = time.perf_counter()
+        model(ids[:, kept:], past_key_values=cache).logits.argmax(-1).tolist()
+        seconds.append(time.perf_counter() - started)
+        cache.crop(kept)
+    return seconds
+
+
+def _stock(source: str, dtype: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    model.generation_config = copy.deepcopy(model.generation_config)
+    model.generation_config.do_sample = False
+    model.generation_config.eos_token_id = None  # every text has the length asked for
+    return model
+...
