@@ -1,0 +1,167 @@
+import contextlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_ray.engine import messages as m
+from specdec_ray.errors import InvalidParameter
+from specdec_ray.pb import rounds_pb2 as pb
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.serve.wire import (
+    WireLimits,
+    decode_reply,
+    decode_request,
+    encode_reply,
+    encode_request,
+    session_of_reply,
+    session_of_request,
+)
+from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.tree import ROOT, TokenTree
+
+LIMITS = WireLimits(max_context_tokens=100, max_nodes=8, max_support=4)
+IDS = st.integers(0, 2**32 - 1)
+U32 = IDS
+SESSION = st.binary(min_size=16, max_size=16)
+HANDLES = st.builds(
+    m.CacheHandle, SESSION, st.text(max_size=20), st.integers(0, 2**64 - 1), U32, U32
+)
+TOKENS = st.lists(IDS, max_size=9).map(tuple)
+CHAINS = st.lists(IDS, max_size=8).map(TokenTree.chain)
+TREES = CHAINS | st.just(TokenTree((1, 2, 3), (ROOT, ROOT, 1)))
+PARAMS = st.builds(
+    SamplingParams,
+    st.floats(0, 100),
+    st.integers(0, 2**31 - 1),
+    st.floats(0, 1, exclude_min=True),
+    st.floats(0, 1),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 100),
+)
+REQUESTS = (
+    st.builds(m.Open, SESSION, TOKENS, PARAMS, st.sampled_from(list(Rule)), U32)
+    | st.builds(m.Propose, HANDLES, TOKENS, st.integers(0, 8))
+    | st.builds(m.Verify, HANDLES, U32, U32, TREES)
+    | st.builds(m.Close, SESSION)
+)
+REPLIES = (
+    st.builds(m.Opened, HANDLES, TOKENS)
+    | st.builds(m.Proposal, HANDLES, U32, TREES)
+    | st.builds(m.Verdict, HANDLES, U32, U32, TOKENS, st.builds(m.Load, U32, U32))
+    | st.builds(
+        m.Refused,
+        SESSION,
+        st.sampled_from(list(m.RefusalCode)),
+        st.text(max_size=50),
+        U32,
+        st.floats(0, 1000),
+    )
+)
+
+
+def fields(message):
+    return {name: getattr(message, name) for name in message.__slots__}
+
+
+@given(REQUESTS)
+def test_requests_come_back_as_they_were(request):
+    wire = pb.EngineRequest.FromString(encode_request(request).SerializeToString())
+    decoded = decode_request(wire, LIMITS)
+    assert type(decoded) is type(request)
+    assert fields(decoded) == fields(request)
+    handle = getattr(request, "handle", request)
+    assert session_of_request(wire) == handle.session_id
+
+
+@given(REPLIES)
+def test_replies_come_back_as_they_were(reply):
+    wire = pb.EngineReply.FromString(encode_reply(reply).SerializeToString())
+    decoded = decode_reply(wire, LIMITS)
+    assert fields(decoded) == fields(reply)
+    handle = getattr(reply, "handle", reply)
+    assert session_of_reply(wire) == handle.session_id
+
+
+def test_q_is_shipped_bit_by_bit():
+    probs = DraftProbs(torch.tensor([[3, 1], [7, 2]]), torch.tensor([[0.1, 0.9], [1 / 3, 2 / 3]]))
+    handle = m.CacheHandle(b"s" * 16, "r", 1, 0, 5)
+    verify = m.Verify(handle, 1, 6, TokenTree.chain((3, 7)), probs)
+    decoded = decode_request(encode_request(verify), LIMITS)
+    assert torch.equal(decoded.draft_probs.ids, probs.ids)
+    assert torch.equal(decoded.draft_probs.probs, probs.probs)
+
+
+def test_a_round_is_small():
+    handle = m.CacheHandle(b"s" * 16, "Target#abcdefgh", 1_796_000_000_000_000_000, 0, 1500)
+    verify = m.Verify(handle, 200, 1501, TokenTree.chain((30_000,) * 5))
+    propose = m.Propose(handle, (30_000,) * 5, 5)
+    assert len(encode_request(verify).SerializeToString()) < 100
+    assert len(encode_request(propose).SerializeToString()) < 100
+
+
+SESSION_ID = b"s" * 16
+HANDLE = pb.CacheHandle(session_id=SESSION_ID)
+GOOD_SAMPLING = pb.Sampling(temperature=1, top_p=1)
+HOSTILE = {
+    "nothing": (pb.EngineRequest(), "request"),
+    "short session id": (pb.EngineRequest(close=pb.Close(session_id=b"x")), "session_id"),
+    "long context": (
+        pb.EngineRequest(open=pb.Open(session_id=SESSION_ID, tokens=[1] * 101)),
+        "tokens",
+    ),
+    "no sampling": (pb.EngineRequest(open=pb.Open(session_id=SESSION_ID, rule=1)), "top_p"),
+    "no rule": (
+        pb.EngineRequest(open=pb.Open(session_id=SESSION_ID, sampling=GOOD_SAMPLING)),
+        "rule",
+    ),
+    "count": (pb.EngineRequest(propose=pb.Propose(handle=HANDLE, count=9)), "count"),
+    "nodes": (
+        pb.EngineRequest(verify=pb.Verify(handle=HANDLE, tree=pb.TokenTree(tokens=[1] * 9))),
+        "tree",
+    ),
+    "parents": (
+        pb.EngineRequest(
+            verify=pb.Verify(handle=HANDLE, tree=pb.TokenTree(tokens=[1, 2], parents=[0, 9]))
+        ),
+        "parents",
+    ),
+    "q too wide": (
+        pb.EngineRequest(
+            verify=pb.Verify(
+                handle=HANDLE,
+                tree=pb.TokenTree(tokens=[1]),
+                draft_probs=pb.DraftProbs(width=2**31, ids=[1], probs=[1]),
+            )
+        ),
+        "width",
+    ),
+    "q too short": (
+        pb.EngineRequest(
+            verify=pb.Verify(
+                handle=HANDLE,
+                tree=pb.TokenTree(tokens=[1]),
+                draft_probs=pb.DraftProbs(width=4, ids=[1], probs=[1]),
+            )
+        ),
+        "draft_probs",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(HOSTILE))
+def test_hostile_messages_are_refused(case):
+    message, named = HOSTILE[case]
+    with pytest.raises(InvalidParameter, match=named):
+        decode_request(message, LIMITS)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_refused_or_decoded(data):
+    try:
+        message = pb.EngineRequest.FromString(data)
+    except Exception:
+        return  # not protobuf: gRPC ends the stream
+    with contextlib.suppress(InvalidParameter):
+        decode_request(message, LIMITS)

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from specdec_ray import config as config_module
+from specdec_ray.config import SpecdecConfig, parse_config
+from specdec_ray.errors import ConfigError
+from specdec_ray.rounds.request import RoundSettings
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+
+
+def test_nothing_given_is_the_bundled_pair():
+    config = parse_config({})
+    assert config.target.source.endswith("bundled/target")
+    assert config.draft.source.endswith("bundled/draft")
+
+
+BAD = [
+    ({"targt": {}}, "targt"),
+    ({"target": {"modell": "x"}}, "target.modell"),
+    ({"speculation": {"draft_tokens": -1}}, "speculation.draft_tokens"),
+    ({"speculation": {"draft_tokens": 65}}, "speculation.draft_tokens"),
+    ({"speculation": {"rule": "lucky"}}, "speculation.rule"),
+    ({"speculation": {"method": "none"}, "draft": {"model": "x"}}, "remove the draft section"),
+    ({"draft": None}, "needs a draft"),
+    ({"target": {"device": "cuda", "device_map": "auto"}}, "exclude each other"),
+    ({"target": {"kv_cache_tokens": 16, "block_size": 16}}, "kv_cache_tokens"),
+    ({"target": {"dtype": "int3"}}, "target.dtype"),
+    ({"router": {"grpc_port": 70000}}, "router.grpc_port"),
+    ({"limits": {"max_tokens": 0}}, "limits.max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("args", "named"), BAD)
+def test_what_is_wrong_is_named(args, named):
+    with pytest.raises(ConfigError, match=named):
+        parse_config(args)
+
+
+def test_every_field_is_documented():
+    models = [m for m in vars(config_module).values() if isinstance(m, type)]
+    for model in models:
+        if issubclass(model, BaseModel) and model not in (BaseModel, SpecdecConfig):
+            for name, field in model.model_fields.items():
+                assert field.description, f"{model.__name__}.{name}"
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configs_are_valid(path):
+    """Serve ignores unknown keys at every level, so typos in its own keys are looked for too."""
+    serve = yaml.safe_load(path.read_text())
+    assert set(serve) <= {"proxy_location", "http_options", "applications", "logging_config"}
+    for application in serve["applications"]:
+        known = {"name", "route_prefix", "import_path", "args", "deployments", "runtime_env"}
+        assert set(application) <= known
+        assert application["import_path"] == "specdec_ray.serve:build_app"
+        parse_config(application["args"])
+
+
+def test_rounds_settings_and_config_have_the_same_fields():
+    assert set(config_module.RoundConfig.model_fields) == set(RoundSettings.__dataclass_fields__)
