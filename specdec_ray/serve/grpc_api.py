@@ -18,6 +18,7 @@ from specdec_ray.rounds.request import GenerationRequest, SpeculationStats
 from specdec_ray.rounds.text import Delta, FinishReason
 from specdec_ray.serve.merge import merge
 from specdec_ray.serve.requests import (
+    DEFAULT_MAX_TOKENS,
     Message,
     Options,
     check_ids,
@@ -31,7 +32,6 @@ from specdec_ray.serve.statistics import speculation_metrics
 logger = logging.getLogger("ray.serve")
 
 SERVICE = "specdec.v1.InferenceService"
-DEFAULT_MAX_TOKENS = 16
 HEALTH_PERIOD_S = 2.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -53,6 +53,7 @@ class GrpcServer:
             _InferenceService(service), self._server
         )
         self._health = health.aio.HealthServicer()
+        self._watch: asyncio.Task[None] | None = None
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
@@ -61,26 +62,35 @@ class GrpcServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Router replicas of one node share it (SO_REUSEPORT)."""
         bound = self._server.add_insecure_port(f"{host}:{port}")
+        await self._set_health(serving=False)  # gRPC's own default is SERVING
         await self._server.start()
         self._watch = asyncio.create_task(self._report_health())
         return bound
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, and give those under way `grace_s` seconds."""
-        self._watch.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
     async def _report_health(self) -> None:
         """Health follows readiness, for the server and for the service."""
         while True:
-            ready = await self._service.not_ready_reason() is None
-            status = health_pb2.HealthCheckResponse.ServingStatus.Value(
-                "SERVING" if ready else "NOT_SERVING"
-            )
-            for name in ("", SERVICE):
-                await self._health.set(name, status)
+            try:
+                ready = await self._service.not_ready_reason() is None
+            except Exception as error:  # the watch must outlive it, or an old answer would stand
+                logger.error("the readiness check failed", exc_info=error)
+                ready = False
+            await self._set_health(serving=ready)
             await asyncio.sleep(HEALTH_PERIOD_S)
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.ServingStatus.Value(
+            "SERVING" if serving else "NOT_SERVING"
+        )
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
 
 
 class _InferenceService(inference_pb2_grpc.InferenceServiceServicer):
@@ -208,7 +218,8 @@ def _options(given: pb.GenerationInput) -> Options:
         return getattr(given, field) if given.HasField(field) else default
 
     return Options(
-        max_tokens=optional("max_tokens", None if given.HasField("chat") else DEFAULT_MAX_TOKENS),
+        max_tokens=optional("max_tokens", None),
+        default_max_tokens=None if given.HasField("chat") else DEFAULT_MAX_TOKENS,
         temperature=optional("temperature", 1.0),
         top_k=given.top_k,
         top_p=optional("top_p", 1.0),
@@ -241,6 +252,8 @@ async def _errors_as_status(context: Context) -> AsyncIterator[None]:
     except EngineLost as error:
         logger.warning("no engine: %s", error)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no model replica is available")
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request took too long")
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception as error:

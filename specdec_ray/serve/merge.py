@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from specdec_ray.errors import EngineLost
+
 T = TypeVar("T")
 
 
@@ -21,6 +23,12 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
                 async for item in stream:
                     await items.put((index, item))
             await items.put(None)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not this task but something it waited for was cancelled, as an RPC can be.
+            await items.put(EngineLost("a generation was cancelled from below"))
         except Exception as error:  # handed to the consumer, who raises it
             await items.put(error)
 

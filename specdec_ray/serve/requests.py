@@ -13,7 +13,9 @@ from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.serve.service import GenerationService
 
 MAX_DRAFT_TOKENS = 64
+DEFAULT_MAX_TOKENS = 16  # where the prompt is no chat, as the OpenAI API documents
 INLINE_PROMPT_CHARS = 20_000  # longer texts are tokenised off the event loop
+SEED_BITS = 53  # a drawn seed goes back in JSON, which many clients read as doubles
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,12 @@ class Options:
     """What a request asks for besides its prompt; None takes the default.
 
     Attributes:
-        max_tokens: None takes the room that is left.
+        max_tokens: None takes the room that is left, up to `default_max_tokens`.
         seed: None draws a fresh one.
     """
 
     max_tokens: int | None
+    default_max_tokens: int | None = None
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -52,7 +55,7 @@ async def encode_text(
     """Token ids of a prompt.
 
     Raises:
-        InvalidParameter: too many bytes.
+        InvalidParameter: too many bytes, or no Unicode text.
     """
     _check_size(service, text, field)
     return await _encode(service, text, special_tokens)
@@ -64,7 +67,8 @@ async def encode_chat(
     """Token ids of a chat in the tokenizer's template, which alone adds special tokens.
 
     Raises:
-        InvalidParameter: no messages, no template, a template that refuses them, too many bytes.
+        InvalidParameter: no messages, no template, a template that refuses them, too many bytes,
+            or no Unicode text.
     """
     tokenizer = service.model.tokenizer
     if not messages:
@@ -111,12 +115,13 @@ def choices_of(
     room = context - len(prompt)
     if room < 1:
         raise ContextOverflow(field, context, len(prompt) + 1)
-    wanted = (
-        min(room, service.limits.max_tokens) if options.max_tokens is None else options.max_tokens
-    )
+    wanted = options.max_tokens
+    if wanted is None:
+        limit = service.limits.max_tokens
+        wanted = min(room, limit, options.default_max_tokens or limit)
     if wanted > room:
         raise ContextOverflow(field, context, len(prompt) + wanted)
-    seed = secrets.randbits(63) if options.seed is None else options.seed
+    seed = secrets.randbits(SEED_BITS) if options.seed is None else options.seed
     return [
         GenerationRequest(
             prompt=prompt,
@@ -171,6 +176,10 @@ def _check_range(field: str, value: int, low: int, high: int) -> None:
 
 
 def _check_size(service: GenerationService, text: str, field: str) -> None:
-    limit, size = service.limits.max_prompt_bytes, len(text.encode("utf-8", "surrogatepass"))
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise InvalidParameter(field, f"is no Unicode text at character {error.start}") from None
+    limit = service.limits.max_prompt_bytes
     if size > limit:
         raise InvalidParameter(field, f"limit is {limit} bytes, got {size}")

@@ -1,21 +1,25 @@
 """Routes of the HTTP front door."""
 
-import re
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive
 
 from specdec_ray import __version__
 from specdec_ray.errors import InvalidParameter
 from specdec_ray.rounds.request import GenerationRequest
 from specdec_ray.rounds.text import Delta
 from specdec_ray.serve.merge import merge
+from specdec_ray.serve.openai.connection import (
+    BodyLimit,
+    ClientLeft,
+    RequestIds,
+    while_connected,
+)
 from specdec_ray.serve.openai.errors import ApiError, api_error, install_handlers
 from specdec_ray.serve.openai.responses import Answer
 from specdec_ray.serve.openai.schema import (
@@ -35,8 +39,7 @@ from specdec_ray.serve.requests import (
 )
 from specdec_ray.serve.service import GenerationService
 
-COMPLETION_MAX_TOKENS = 16  # what the API documents for the completions endpoint
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
+CLIENT_LEFT = 499  # nginx's status for it, seen in logs only
 
 Choices = AsyncGenerator[tuple[int, Delta], None]
 
@@ -49,8 +52,8 @@ def build_http_app(service: GenerationService, metrics: Callable[[], str]) -> Fa
     """
     app = FastAPI(title="specdec_ray", version=__version__)
     install_handlers(app)
-    app.add_middleware(_RequestIds)
-    app.add_middleware(_BodyLimit, limit=service.limits.max_body_bytes)
+    app.add_middleware(BodyLimit, limit=service.limits.max_body_bytes)
+    app.add_middleware(RequestIds)
     _add_generation_routes(app, service)
     _add_model_routes(app, service)
     _add_probes(app, service, metrics)
@@ -59,20 +62,19 @@ def build_http_app(service: GenerationService, metrics: Callable[[], str]) -> Fa
 
 def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
     @app.post("/v1/completions")
-    async def completions(body: CompletionBody) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         _check(service, body)
-        default = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        options = body.options(default)
+        options = body.options()
         prompts = await _prompts(service, body.prompt)
         requests = [
-            request
+            choice
             for prompt in prompts
-            for request in choices_of(service, prompt, options, "prompt")
+            for choice in choices_of(service, prompt, options, "prompt")
         ]
         echoes = []
         if body.echo:
             decode = service.model.tokenizer.decode
-            echoes = [decode(request.prompt, skip_special_tokens=True) for request in requests]
+            echoes = [decode(choice.prompt, skip_special_tokens=True) for choice in requests]
         answer = Answer(
             service.model.name,
             requests,
@@ -81,21 +83,18 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
             echoes=echoes,
             token_ids=bool(body.return_token_ids),
         )
-        return await _answer(service, body, requests, answer)
+        return await _answer(service, request.receive, body, requests, answer)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody) -> Response:
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
         _check(service, body)
-        limit = (
-            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        )
         messages = [message.flat() for message in body.messages]
         prompt = await encode_chat(service, messages, "messages")
-        requests = choices_of(service, prompt, body.options(limit), "messages")
+        requests = choices_of(service, prompt, body.options(), "messages")
         answer = Answer(
             service.model.name, requests, chat=True, token_ids=bool(body.return_token_ids)
         )
-        return await _answer(service, body, requests, answer)
+        return await _answer(service, request.receive, body, requests, answer)
 
 
 def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
@@ -121,6 +120,7 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        _check_model(service, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", "give either prompt or messages")
         if body.messages is not None:
@@ -135,6 +135,7 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        _check_model(service, body.model)
         ids = check_ids(service, body.tokens, "tokens")
         return {"prompt": service.model.tokenizer.decode(ids)}
 
@@ -164,12 +165,11 @@ def _add_probes(app: FastAPI, service: GenerationService, metrics: Callable[[], 
 
 def _check(service: GenerationService, body: GenerationBody) -> None:
     body.check_keys()
-    if body.model is not None:
-        _check_model(service, body.model)
+    _check_model(service, body.model)
 
 
-def _check_model(service: GenerationService, name: str) -> None:
-    if name != service.model.name:
+def _check_model(service: GenerationService, name: str | None) -> None:
+    if name is not None and name != service.model.name:
         served = service.model.name
         raise UnknownModel("model", f"{name!r:.80} is not served here; {served!r} is")
 
@@ -196,22 +196,31 @@ async def _prompts(
 
 async def _answer(
     service: GenerationService,
+    receive: Receive,
     body: GenerationBody,
     requests: Sequence[GenerationRequest],
     answer: Answer,
 ) -> Response:
     choices = merge([service.stream(request) for request in requests])
-    if not body.stream:
-        async with aclosing(choices):
-            async for index, delta in choices:
-                answer.choices[index].add(delta)
-        return JSONResponse(answer.whole())
     try:
-        first = await anext(choices)  # what fails before the first token gets a status of its own
+        if not body.stream:
+            await while_connected(receive, _collect(choices, answer))
+            return JSONResponse(answer.whole())
+        # What fails before the first token gets a status of its own.
+        first = await while_connected(receive, anext(choices))
+    except ClientLeft:
+        await choices.aclose()
+        return Response(status_code=CLIENT_LEFT)
     except BaseException:
         await choices.aclose()
         raise
-    return EventStream(_frames(first, choices, body, answer))
+    return EventStream(_frames(first, choices, body, answer), choices)
+
+
+async def _collect(choices: Choices, answer: Answer) -> None:
+    async with aclosing(choices):
+        async for index, delta in choices:
+            answer.choices[index].add(delta)
 
 
 async def _frames(
@@ -238,68 +247,3 @@ def _with_usage(chunk: dict[str, Any], body: GenerationBody, answer: Answer) -> 
     if body.wants_continuous_usage:
         return {**chunk, "usage": answer.usage()}
     return {**chunk, "usage": None} if body.wants_usage else chunk
-
-
-class _RequestIds:
-    """Echoes a sane x-request-id, or gives one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Request(scope).headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-        async def tagged(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"].append((b"x-request-id", request_id.encode()))
-            await send(message)
-
-        await self._app(scope, receive, tagged)
-
-
-class _BodyLimit:
-    """Refuses bodies over the limit, before reading them where their length is declared."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        declared = Request(scope).headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._limit:
-            await self._refusal(int(declared))(scope, receive, send)
-            return
-        body = await self._read(receive)
-        if body is None:
-            await self._refusal(self._limit + 1)(scope, receive, send)
-            return
-        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return pending.pop() if pending else await receive()
-
-        await self._app(scope, replay, send)
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """The whole body, or None if it passes the limit."""
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                return body
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._limit:
-                return None
-        return body
-
-    def _refusal(self, size: int) -> JSONResponse:
-        message = f"body: limit is {self._limit} bytes, got at least {size}"
-        return ApiError(413, message, "invalid_request_error", None, "body_too_large").response()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_ray.errors import InvalidParameter
-from specdec_ray.serve.requests import Message, Options
+from specdec_ray.serve.requests import DEFAULT_MAX_TOKENS, Message, Options
 
 logger = logging.getLogger("ray.serve")
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("ray.serve")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "logprobs": (None, False, 0),
+    "logprobs": (None, False),  # 0 asks completions for the tokens' own
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "presence_penalty": (None, 0),
@@ -34,12 +34,24 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (None,),
     "guided_grammar": (None,),
     "structured_outputs": (None,),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "allowed_token_ids": (None, []),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "modalities": (None, ["text"]),
     "audio": (None,),
 }
+MAX_LOGGED_KEYS = 100  # clients choose the keys: neither log nor memory may grow with them
 _logged_keys: set[str] = set()
+
+# One fault is enough: collecting one per item would hold up the event loop for seconds.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 
 
 class StreamOptions(BaseModel):
@@ -70,8 +82,8 @@ class GenerationBody(BaseModel):
     min_p: float | None = None
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -87,17 +99,18 @@ class GenerationBody(BaseModel):
         """
         for key, value in (self.model_extra or {}).items():
             if key in UNSUPPORTED:
-                if value not in UNSUPPORTED[key]:
+                if not _among(value, UNSUPPORTED[key]):
                     raise UnsupportedParameter(key, "is not supported")
-            elif key not in _logged_keys:
+            elif key not in _logged_keys and len(_logged_keys) < MAX_LOGGED_KEYS:
                 _logged_keys.add(key)
                 logger.info("ignoring the unknown request key %.64r", key)
 
-    def options(self, max_tokens: int | None) -> Options:
+    def _options(self, max_tokens: int | None, default_max_tokens: int | None) -> Options:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         top_k = -1 if self.top_k is None else self.top_k
         return Options(
             max_tokens=max_tokens,
+            default_max_tokens=default_max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if top_k == -1 else top_k,  # -1 keeps all, as in vLLM
@@ -120,8 +133,11 @@ class GenerationBody(BaseModel):
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     echo: bool | None = None
+
+    def options(self) -> Options:
+        return self._options(self.max_tokens, DEFAULT_MAX_TOKENS)
 
 
 class TextPart(BaseModel):
@@ -133,7 +149,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
     def flat(self) -> Message:
         content = self.content
@@ -142,21 +158,32 @@ class ChatMessage(BaseModel):
         return Message(self.role, content or "")
 
 
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
+
+
 class ChatBody(GenerationBody):
-    messages: list[ChatMessage]
+    messages: Messages
     max_completion_tokens: int | None = None
+
+    def options(self) -> Options:
+        newer = self.max_completion_tokens
+        return self._options(self.max_tokens if newer is None else newer, None)
 
 
 class TokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True)
+
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True)
+
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 class UnsupportedParameter(InvalidParameter):
@@ -165,3 +192,8 @@ class UnsupportedParameter(InvalidParameter):
 
 class UnknownModel(InvalidParameter):
     """The request names a model that is not served."""
+
+
+def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Membership for which False is no 0."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)

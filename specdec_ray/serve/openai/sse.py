@@ -1,4 +1,4 @@
-"""Server-sent events whose generator is closed whatever happens to the connection."""
+"""Server-sent events whose generators are closed whatever happens to the connection."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -13,14 +13,21 @@ DONE = "data: [DONE]\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Streams frames; closing `frames` frees what they hold, so it happens on every way out."""
+    """Streams frames; closing them and their source frees what they hold: on every way out.
 
-    def __init__(self, frames: AsyncGenerator[str, None]) -> None:
+    Args:
+        source: what the frames are made from. Closing frames that never began, because the client
+            was gone already, would not reach it.
+    """
+
+    def __init__(
+        self, frames: AsyncGenerator[str, None], source: AsyncGenerator[Any, None]
+    ) -> None:
         super().__init__(frames, media_type="text/event-stream", headers=HEADERS)
-        self._frames = frames
+        self._frames, self._source = frames, source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._frames):
+        async with aclosing(self._source), aclosing(self._frames):
             await super().__call__(scope, receive, send)
 
 
