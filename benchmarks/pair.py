@@ -1,4 +1,4 @@
-"""A benchmark pair: a small random Llama and a much slower one that agrees with it at a chosen rate.
+"""A benchmark pair: a random Llama and a much slower one that agrees with it at a chosen rate.
 
 Speed depends on the acceptance rate and on the price of a forward, not on what the weights know, so
 nothing is downloaded. The target's residual stream is [the draft's dimensions | its own]:

@@ -39,7 +39,7 @@ PROMPTS = (
     "Rivers carry sand because",
     "She opened the letter and",
 )
-CHECKED_PROMPTS = 2
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 64
 WARM_UP_TOKENS = 24
 FORWARDS_PER_ROUND = 10
 
@@ -205,7 +205,7 @@ def forward_s(model: PreTrainedModel, context: Sequence[int], rows: int) -> list
         started = time.perf_counter()
         model(ids[:, kept:], past_key_values=cache).logits.argmax(-1).tolist()
         seconds.append(time.perf_counter() - started)
-        cache.crop(kept)
+        cache.crop(-rows)
     return seconds
 
 
@@ -215,4 +215,80 @@ def _stock(source: str, dtype: str) -> PreTrainedModel:
     model.generation_config.do_sample = False
     model.generation_config.eos_token_id = None  # every text has the length asked for
     return model
-...
+
+
+def report(seen: Measurements, k: int) -> str:
+    rows = []
+    for name, rates in seen.rates.items():
+        over = [spread(seen.speedup(name, other), 2) for other in ("generate", "assisted")]
+        rows.append([name, spread(rates), *over, f"{seen.equal[name]} of {len(rates)}"])
+    speedup = statistics.median(seen.speedup("specdec_ray", "generate"))
+    limit = seen.limit(k)
+    times = {"draft": seen.draft_s, "target": seen.target_s, f"target, {k + 1} rows": seen.verify_s}
+    forwards = [[name, spread([1e3 * s for s in seconds], 2)] for name, seconds in times.items()]
+    return "\n\n".join(
+        (
+            table(
+                ["", "tokens/s", "over generate", "over assisted", "same text as generate"], rows
+            ),
+            table(["one forward", "ms"], forwards),
+            f"mean emitted per round      {seen.mean_emitted:.2f} of {k + 1}\n"
+            f"limit over generate         {limit:.2f}\n"
+            f"specdec_ray over generate   {speedup:.2f}, {speedup / limit:.0%} of the limit",
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--pair",
+        type=Path,
+        help="folder with target/ and draft/; default: the one that pair.py makes",
+    )
+    parser.add_argument(
+        "--target", help="folder or Hugging Face id, with --draft in place of --pair"
+    )
+    parser.add_argument("--draft")
+    parser.add_argument("--k", type=int, default=5, help="drafted tokens per round")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per text")
+    parser.add_argument("--rounds", type=int, default=7, help="texts of each way")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="bfloat16",
+        help="of the timed models: in bfloat16 6 rows cost a CPU little more than 1 does, in "
+        "float32 nearly twice as much",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements here too")
+    options = parser.parse_args()
+    if (options.target is None) != (options.draft is None):
+        parser.error("--target and --draft belong together")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    target, draft = _pair(options)
+    print(machine(options.threads), f"{options.dtype}, k = {options.k}", sep="\n", flush=True)
+
+    with Contenders(target, draft, "float32", options.k, options.threads) as contenders:
+        check_texts(contenders, min(options.tokens, CHECKED_TOKENS))
+    print("float32: all three write the same texts\n", flush=True)
+    with Contenders(target, draft, options.dtype, options.k, options.threads) as contenders:
+        seen = measure(contenders, options.rounds, options.tokens)
+    print(report(seen, options.k))
+    if options.json is not None:
+        settings = {name: str(value) for name, value in vars(options).items()}
+        options.json.write_text(json.dumps({"settings": settings, **asdict(seen)}, indent=1))
+
+
+def _pair(options: argparse.Namespace) -> tuple[str, str]:
+    if options.target is not None:
+        return options.target, options.draft
+    if options.pair is not None:
+        return str(options.pair / "target"), str(options.pair / "draft")
+    pair = make_pair()
+    return str(pair.target), str(pair.draft)
+
+
+if __name__ == "__main__":
+    main()
