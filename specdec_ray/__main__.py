@@ -1,0 +1,7 @@
+"""`python -m specdec_ray`."""
+
+import sys
+
+from specdec_ray.cli import main
+
+sys.exit(main())
