@@ -70,6 +70,9 @@ class EngineThread:
     Args:
         engine: built in the caller's thread, afterwards touched by this thread only.
         name: thread name, seen in logs and profilers.
+
+    Attributes:
+        busy_s: time spent in commands and steps since the start, seconds.
     """
 
     MAX_CONSECUTIVE_FAILURES = 3
@@ -81,6 +84,7 @@ class EngineThread:
         self._stopped = False
         self._failures = 0
         self._busy_since: float | None = None
+        self.busy_s = 0.0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -147,6 +151,7 @@ class EngineThread:
                     return
                 worked = self._step(outbox)
                 outbox.flush()
+                self.busy_s += time.monotonic() - self._busy_since
                 self._busy_since = None
 
     def _step(self, outbox: Outbox) -> bool:

@@ -59,13 +59,14 @@ class _EngineReplica:
         finally:
             self._engine.release(session_id)
 
-    async def statistics(self) -> dict[str, int]:
-        """Sessions held, sessions waiting for KV, and free KV blocks."""
+    async def statistics(self) -> dict[str, float]:
+        """Sessions held, sessions waiting for KV, free KV blocks, and the engine's busy time."""
         load = self._engine.load
         return {
             "sessions": self._engine.session_count,
             "waiting": load.waiting,
             "free_blocks": load.free_blocks,
+            "busy_s": self._engine.busy_s,
         }
 
     def check_health(self) -> None:
