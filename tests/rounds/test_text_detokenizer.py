@@ -52,6 +52,18 @@ def sentencepiece_like():
     )
 
 
+@pytest.fixture(scope="module")
+def chunky():
+    """Byte-level tokens that end and begin inside characters, as merges make them."""
+    alphabet = _byte_to_unicode()
+    chunks = [bytes([byte]) for byte in range(256)]
+    chunks += [b"\xff\xc3", b"\xa9\xff", b"\xa9a\xf0\x9f", b"\x99\x82\xe6", b"\xbc\xa2 b"]
+    names = ["".join(alphabet[byte] for byte in chunk) for chunk in chunks]
+    core = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
 class PlainPython(PreTrainedTokenizer):
     """A tokenizer without a Rust backend; ids are letters."""
 
@@ -88,6 +100,24 @@ INVALID = st.binary(max_size=20)
 def test_bytes_valid_or_not_join_to_their_decoding(tokenizer, byte_ids, parts):
     ids = byte_ids(b"".join(parts))
     assert "".join(run(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(
+        st.integers(256, 260) | st.sampled_from([0x61, 0xFF, 0xC3, 0xA9, 0xE6, 0xBC, 0xA2]),
+        max_size=40,
+    )
+)
+def test_tokens_that_cross_characters_join_to_their_decoding(chunky, ids):
+    assert "".join(run(chunky, ids)) == chunky.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("garbage", range(16))
+def test_letting_garbage_go_splits_no_character(chunky, garbage):
+    """A whole é in a window that still ends in garbage, at every place of it."""
+    ids = [0xFF] * garbage + [256, 257] + [0xFF] * (16 - garbage) + [0x61]
+    assert "".join(run(chunky, ids)) == chunky.decode(ids)
 
 
 @pytest.mark.parametrize("prefix", range(4))
