@@ -25,6 +25,13 @@ def _paged_attention(
     sliding_window: int | None = None,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
+    """What it would get wrong, it refuses; the probe at load runs every layer through here."""
+    if PLAN_KEYWORD not in keywords:
+        raise UnsupportedModel("it does not hand keyword arguments down to its attention")
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModel("its attention is not causal")
+    if attention_mask is not None:
+        raise UnsupportedModel("its attention brings a mask of its own, which is not supported")
     for term in _UNKNOWN_TERMS:
         if keywords.get(term) is not None:
             raise UnsupportedModel(f"its attention uses {term}, which is not supported")

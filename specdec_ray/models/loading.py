@@ -1,6 +1,8 @@
 """Loading models and tokenizers: safetensors only, and never code from a model's repository."""
 
 from pathlib import Path
+from textwrap import shorten
+from typing import Any
 
 import torch
 from transformers import (
@@ -25,13 +27,13 @@ def load_config(source: str, revision: str | None = None) -> PretrainedConfig:
         ConfigError: no such model, in one line.
         UnsupportedModel: a model that cannot be served exactly.
     """
-    folder = Path(source)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    _check_path(source)
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ConfigError(f"model {source!r}: the folder has no config.json")
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {source!r}: {_first_line(error)}") from error
+    except Exception as error:  # a field of the wrong type raises the hub's own kinds
+        raise ConfigError(f"model {source!r}: {_one_line(error)}") from error
     check_config(config)
     return config
 
@@ -51,7 +53,8 @@ def load_model(
         device: used where `device_map` is None.
 
     Raises:
-        ConfigError: the model is missing, damaged, or not in safetensors.
+        ConfigError: the model is missing, damaged, incomplete, or not in safetensors; or there is
+            no such device.
         UnsupportedModel: it cannot be served exactly.
     """
     config = load_config(source, revision)
@@ -59,8 +62,10 @@ def load_model(
     if model_class is None:
         raise UnsupportedModel(f"{config.model_type} is not a causal LM")
     check_class(model_class)
+    model: PreTrainedModel
+    report: dict[str, Any]
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
             revision=revision,
@@ -69,10 +74,15 @@ def load_model(
             attn_implementation=PAGED_ATTENTION,
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # reported by name instead, see _check_report
+            output_loading_info=True,
         )
+        if device_map is None:
+            model.to(device)
     except Exception as error:  # safetensors, hub and torch each raise their own
-        raise ConfigError(f"model {source!r}: {_first_line(error)}") from error
-    return (model if device_map is not None else model.to(device)).eval()
+        raise ConfigError(f"model {source!r}: {_one_line(error)}") from error
+    _check_report(source, report)
+    return model.eval()
 
 
 def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -81,14 +91,31 @@ def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokeni
     Raises:
         ConfigError: there is none.
     """
+    _check_path(source)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer of {source!r}: {_first_line(error)}") from error
+    except Exception as error:  # tokenizers raises plain Exception, a damaged file KeyError
+        raise ConfigError(f"tokenizer of {source!r}: {_one_line(error)}") from error
     return tokenizer
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+def _check_path(source: str) -> None:
+    """What can only be a path must exist; the hub's own message would be about repository names."""
+    if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).exists():
+        raise ConfigError(f"model {source!r}: there is no such folder")
+
+
+def _check_report(source: str, report: dict[str, Any]) -> None:
+    """Tensors that the weights do not give are random numbers, which transformers only logs."""
+    mismatched = {name for name, *_ in report["mismatched_keys"]}
+    if faulty := sorted(report["missing_keys"] | mismatched):
+        raise ConfigError(
+            f"model {source!r}: missing in its weights, or not of the shape that its config says: "
+            f"{shorten(', '.join(faulty), 200)}"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {shorten(str(error), 300)}"

@@ -94,7 +94,8 @@ class BatchPlan:
 
     Attributes:
         input_ids, position_ids: int64 [1, N].
-        logit_rows: int64, packed rows whose logits are wanted, in segment order.
+        logit_rows: packed rows whose logits are wanted, in segment order; a list because the head
+            may sit on another device than the inputs, and a list indexes on any.
     """
 
     def __init__(
@@ -128,11 +129,11 @@ class BatchPlan:
         tokens = [token for segment in segments for token in segment.tokens]
         self.input_ids = torch.tensor([tokens], device=device)
         self.position_ids = torch.from_numpy(np.concatenate(positions))[None].to(device)
-        wanted = [
-            np.arange(end - segment.logit_rows, end)
-            for segment, end in zip(segments, starts[1:], strict=True)
+        self.logit_rows = [
+            row
+            for segment, end in zip(segments, starts[1:].tolist(), strict=True)
+            for row in range(end - segment.logit_rows, end)
         ]
-        self.logit_rows = torch.from_numpy(np.concatenate(wanted)).to(device)
 
     def attend(
         self,

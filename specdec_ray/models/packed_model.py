@@ -11,7 +11,7 @@ from specdec_ray.errors import UnsupportedModel
 from specdec_ray.models.attention import PLAN_KEYWORD
 from specdec_ray.models.kv_cache import BlockPool, KVCache, LayerShape, slots_of
 from specdec_ray.models.packed import BatchPlan, Segment
-from specdec_ray.models.support import attention_layer_count, context_length
+from specdec_ray.models.support import attention_layer_count, check_windows, context_length
 
 
 class PackedModel:
@@ -61,10 +61,11 @@ class PackedModel:
 
 
 class _Probe:
-    """A plan that attends plainly and notes what each layer would store."""
+    """A plan that attends plainly and notes what each layer would store and how far it sees."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
 
     def attend(
         self,
@@ -75,6 +76,9 @@ class _Probe:
         scaling: float | None,
         window: int | None,
     ) -> torch.Tensor:
+        if layer in self.layers:  # a second K/V of the layer would overwrite the first
+            raise UnsupportedModel(f"layer {layer} attends more than once")
+        self.windows[layer] = window
         self.layers[layer] = LayerShape(
             key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device
         )
@@ -89,13 +93,18 @@ def _probe(model: PreTrainedModel, device: torch.device) -> list[LayerShape]:
     """Run one token through the model and see which layers attend through our function."""
     probe = _Probe()
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    _run(model, probe, token, token, token[0])
+    name = type(model).__name__
+    try:
+        _run(model, probe, token, token, [0])
+    except (UnsupportedModel, AttributeError, TypeError) as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
     expected = attention_layer_count(model.config)
     if sorted(probe.layers) != list(range(expected)):
         raise UnsupportedModel(
-            f"{type(model).__name__}: {len(probe.layers)} of {expected} layers keep their state "
+            f"{name}: {len(probe.layers)} of {expected} layers keep their state "
             "in attention that can be paged"
         )
+    check_windows(model.config, probe.windows)
     return [probe.layers[index] for index in range(expected)]
 
 
@@ -104,7 +113,7 @@ def _run(
     plan: Any,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
-    logit_rows: torch.Tensor,
+    logit_rows: list[int],
 ) -> torch.Tensor:
     output = model(
         input_ids=input_ids,
