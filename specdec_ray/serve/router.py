@@ -4,7 +4,6 @@ import asyncio
 import logging
 from typing import Any
 
-import prometheus_client
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 from transformers import GenerationConfig
@@ -57,7 +56,7 @@ class Router:
         logger.info("gRPC on %s:%d", config.router.grpc_host, port)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return build_http_app(self._service, _prometheus_text)
+        return build_http_app(self._service)
 
     def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Apply a changed `user_config` without a restart."""
@@ -86,7 +85,3 @@ def _served_model(config: SpecdecConfig) -> ServedModel:
         context_length=min(context_length(model_config), target.kv_cache_tokens),
         vocab_size=min(len(tokenizer), model_config.get_text_config().vocab_size),
     )
-
-
-def _prometheus_text() -> str:
-    return prometheus_client.generate_latest().decode()

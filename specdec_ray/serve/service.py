@@ -15,6 +15,7 @@ from specdec_ray.rounds.ports import EnginePool
 from specdec_ray.rounds.request import GenerationRequest, RoundSettings
 from specdec_ray.rounds.text import Delta, TextStream, stream_text
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.serve.metrics import RouterMetrics
 
 READY_TIMEOUT_S = 10.0
 READY_FOR_S = 1.0  # how long a good answer stands: probes must not load the engines
@@ -55,6 +56,7 @@ class GenerationService:
     ) -> None:
         self.model = model
         self.limits = limits
+        self.metrics = RouterMetrics()
         self.active_generations = 0
         self._targets, self._drafts = targets, drafts
         self._max_generations = max_generations
@@ -73,6 +75,7 @@ class GenerationService:
             EngineLost: targets were lost repeatedly.
         """
         if self.active_generations >= self._max_generations:
+            self.metrics.refused.inc()
             raise Overloaded(f"{self._max_generations} generations are in flight already")
         request = self._settled(request)
         assert request.draft_tokens is not None
@@ -82,7 +85,7 @@ class GenerationService:
         rounds = generate(request, self._targets, self._drafts, self._settings)
         self.active_generations += 1
         try:
-            async with aclosing(stream_text(rounds, text)) as deltas:
+            async with aclosing(stream_text(self.metrics.observed(rounds), text)) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:

@@ -38,7 +38,7 @@ def service(make_service):
 @pytest.fixture
 def http(service):
     """A raw client of the service's application."""
-    transport = httpx.ASGITransport(build_http_app(service, lambda: "# metrics\n"))
+    transport = httpx.ASGITransport(build_http_app(service))
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 

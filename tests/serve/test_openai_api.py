@@ -4,6 +4,7 @@ import json
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from specdec_ray.config import LimitsConfig
 from specdec_ray.errors import EngineLost
@@ -328,7 +329,26 @@ async def test_models_and_probes(client, http):
         response = await http.get(path)
         assert (response.status_code, response.content) == (200, b"")
     assert "version" in (await http.get("/version")).json()
-    assert (await http.get("/metrics")).text.startswith("#")
+
+
+async def test_metrics_count_what_rounds_did(client, http):
+    answer = await client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
+    )
+    told = answer.model_extra["metrics"]["speculative_decoding"]
+    text = (await http.get("/metrics")).text
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.labels
+    }
+    assert found["specdec_generation_tokens_total"] == 24
+    assert found["specdec_num_drafts_total"] == told["num_spec_steps"]
+    assert found["specdec_num_draft_tokens_total"] == told["num_draft_tokens"]
+    assert found["specdec_num_accepted_tokens_total"] == told["num_accepted_draft_tokens"]
+    assert found["specdec_generations_running"] == 0
+    assert not any(name.endswith("_created") for name in found)
 
 
 async def test_tokenize_and_back(http):
@@ -348,7 +368,7 @@ async def test_request_ids_are_echoed_or_given(http):
 
 async def test_too_large_a_body_is_refused(make_service):
     service = make_service(limits=LimitsConfig(max_body_bytes=1000))
-    transport = httpx.ASGITransport(build_http_app(service, str))
+    transport = httpx.ASGITransport(build_http_app(service))
 
     async def chunks():
         for _ in range(30):
@@ -363,7 +383,7 @@ async def test_too_large_a_body_is_refused(make_service):
 
 async def test_overload_is_refused_early(make_service):
     service = make_service(max_generations=2)
-    transport = httpx.ASGITransport(build_http_app(service, str))
+    transport = httpx.ASGITransport(build_http_app(service))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
         responses = await asyncio.gather(
@@ -409,7 +429,7 @@ async def test_failures_before_and_after_the_first_token(service, http, client, 
 
 async def test_bugs_show_no_details(service, http, monkeypatch):
     monkeypatch.setattr(service, "stream", lambda request: 1 / 0)
-    transport = httpx.ASGITransport(build_http_app(service, str), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(build_http_app(service), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         response = await http.post("/v1/completions", json={"prompt": "x"})
     assert response.status_code == 500

@@ -78,7 +78,7 @@ async def test_a_client_that_leaves_ends_its_generations(
 ):
     streams = Streams(first_delay_s=60 if moment == "before the first token" else 0)
     monkeypatch.setattr(service, "stream", streams)
-    async with listening(build_http_app(service, str)) as port:
+    async with listening(build_http_app(service)) as port:
         _, writer = await post(port, endpoint, {**BODIES[endpoint], "stream": stream, "n": n})
         await until(lambda: streams.begun == n and (streams.first_delay_s or streams.sent > 3 * n))
         assert streams.ended == 0
@@ -118,7 +118,7 @@ async def test_a_client_that_is_gone_when_the_answer_starts(service, monkeypatch
     receive.first = True
     failure = None
     try:
-        await build_http_app(service, str)(scope, receive, send)
+        await build_http_app(service)(scope, receive, send)
     except Exception as error:  # held, so that no garbage collection can close anything
         failure = error
     assert failure is not None
@@ -128,7 +128,7 @@ async def test_a_client_that_is_gone_when_the_answer_starts(service, monkeypatch
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_connection_serves_requests_one_after_the_other(service, monkeypatch, stream):
     monkeypatch.setattr(service, "stream", Streams(deltas=3))
-    async with listening(build_http_app(service, str)) as port:
+    async with listening(build_http_app(service)) as port:
         reader, writer = await post(port, "completions", {"prompt": "x", "stream": stream})
         end = b"0\r\n\r\n" if stream else b"}"
         first = await reader.readuntil(end)

@@ -1,7 +1,7 @@
 """Routes of the HTTP front door."""
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -44,19 +44,15 @@ CLIENT_LEFT = 499  # nginx's status for it, seen in logs only
 Choices = AsyncGenerator[tuple[int, Delta], None]
 
 
-def build_http_app(service: GenerationService, metrics: Callable[[], str]) -> FastAPI:
-    """The application.
-
-    Args:
-        metrics: the Prometheus text that `/metrics` answers with.
-    """
+def build_http_app(service: GenerationService) -> FastAPI:
+    """The application in front of a service."""
     app = FastAPI(title="specdec_ray", version=__version__)
     install_handlers(app)
     app.add_middleware(BodyLimit, limit=service.limits.max_body_bytes)
     app.add_middleware(RequestIds)
     _add_generation_routes(app, service)
     _add_model_routes(app, service)
-    _add_probes(app, service, metrics)
+    _add_probes(app, service)
     return app
 
 
@@ -140,7 +136,7 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
         return {"prompt": service.model.tokenizer.decode(ids)}
 
 
-def _add_probes(app: FastAPI, service: GenerationService, metrics: Callable[[], str]) -> None:
+def _add_probes(app: FastAPI, service: GenerationService) -> None:
     async def ready() -> Response:
         reason = await service.not_ready_reason()
         if reason is None:
@@ -160,7 +156,7 @@ def _add_probes(app: FastAPI, service: GenerationService, metrics: Callable[[], 
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return PlainTextResponse(metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def _check(service: GenerationService, body: GenerationBody) -> None:
