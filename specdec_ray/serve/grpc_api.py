@@ -21,10 +21,14 @@ from specdec_ray.serve.requests import (
     DEFAULT_MAX_TOKENS,
     Message,
     Options,
+    UnknownModel,
     check_ids,
+    check_model,
     choices_of,
     encode_chat,
     encode_text,
+    name_request,
+    request_id,
 )
 from specdec_ray.serve.service import GenerationService
 from specdec_ray.serve.statistics import speculation_metrics
@@ -158,8 +162,8 @@ class _Call:
         Raises:
             InvalidParameter: naming the field.
         """
-        if given.model and given.model != service.model.name:
-            raise UnknownModel("model", f"{given.model!r:.80} is not served here")
+        name_request(given.request_id)
+        check_model(service, given.model)
         kind = given.WhichOneof("prompt")
         if kind == "text":
             prompt = await encode_text(service, given.text, kind)
@@ -209,10 +213,6 @@ class _Call:
         )
 
 
-class UnknownModel(InvalidParameter):
-    """The request names a model that is not served."""
-
-
 def _options(given: pb.GenerationInput) -> Options:
     def optional(field: str, default: Any) -> Any:
         return getattr(given, field) if given.HasField(field) else default
@@ -250,12 +250,12 @@ async def _errors_as_status(context: Context) -> AsyncIterator[None]:
         retry = (("retry-after-ms", str(int(1000 * error.retry_after_s))),)
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), retry)
     except EngineLost as error:
-        logger.warning("no engine: %s", error)
+        logger.warning("request %s: no engine: %s", request_id.get(), error)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no model replica is available")
     except TimeoutError:
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the request took too long")
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception as error:
-        logger.error("request failed", exc_info=error)
+        logger.error("request %s failed", request_id.get(), exc_info=error)
         await context.abort(grpc.StatusCode.INTERNAL, "internal error")

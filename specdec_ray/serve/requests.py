@@ -1,8 +1,11 @@
 """From what a client wrote to generation requests: the checks both front doors share."""
 
 import asyncio
+import re
 import secrets
+import uuid
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from jinja2 import TemplateError
@@ -17,6 +20,14 @@ DEFAULT_MAX_TOKENS = 16  # where the prompt is no chat, as the OpenAI API docume
 INLINE_PROMPT_CHARS = 20_000  # longer texts are tokenised off the event loop
 SEED_BITS = 53  # a drawn seed goes back in JSON, which many clients read as doubles
 
+# Names the request under way in the logs. Clients choose it, so it is never a key.
+request_id: ContextVar[str] = ContextVar("request_id", default="-")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class UnknownModel(InvalidParameter):
+    """The request names a model that is not served."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -25,6 +36,7 @@ class Options:
     Attributes:
         max_tokens: None takes the room that is left, up to `default_max_tokens`.
         seed: None draws a fresh one.
+        max_tokens_field: what the client called `max_tokens`.
     """
 
     max_tokens: int | None
@@ -39,6 +51,7 @@ class Options:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     draft_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +60,19 @@ class Message:
 
     role: str
     content: str
+
+
+def name_request(given: str) -> str:
+    """Name the request under way as the client did, if that is fit for a log, or anew."""
+    name = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    request_id.set(name)
+    return name
+
+
+def check_model(service: GenerationService, name: str | None) -> None:
+    """Raise UnknownModel unless the name, where there is one, is that of the model served."""
+    if name and name != service.model.name:
+        raise UnknownModel("model", f"{name!r:.80} is not served; {service.model.name!r} is")
 
 
 async def encode_text(
@@ -155,7 +181,7 @@ def _check_options(service: GenerationService, options: Options) -> None:
     limits = service.limits
     _check_range("n", options.n, 1, limits.max_choices)
     if options.max_tokens is not None:
-        _check_range("max_tokens", options.max_tokens, 1, limits.max_tokens)
+        _check_range(options.max_tokens_field, options.max_tokens, 1, limits.max_tokens)
     if options.draft_tokens is not None:
         _check_range("draft_tokens", options.draft_tokens, 0, MAX_DRAFT_TOKENS)
     if len(options.stop) > limits.max_stop_strings:

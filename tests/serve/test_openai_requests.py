@@ -1,12 +1,13 @@
 """Requests at the edges: odd text, odd numbers, keys that are known but not implemented."""
 
 import json
-import time
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from specdec_ray.serve.openai import build_http_app
+from specdec_ray.serve.openai.schema import CompletionBody
 
 JSON = {"content-type": "application/json"}
 ENDPOINTS = {
@@ -93,12 +94,23 @@ async def test_zero_logprobs_ask_for_the_tokens_own(http):
     assert error_of(await post(http, "completions", logprobs=0), 400)["param"] == "logprobs"
 
 
+<<<<<<< /tmp/m/tests/serve/test_openai_requests.py
 @pytest.mark.parametrize("value", [[1.5] * 500_000, [["x"]] * 400_000, ["x", 1] * 300_000])
 async def test_a_long_wrong_prompt_is_refused_quickly(http, value):
     begun = time.monotonic()
     error = error_of(await post(http, "completions", prompt=value), 400)
     assert error["param"] == "prompt"
     assert time.monotonic() - begun < 20  # checked one by one it takes minutes
+=======
+@pytest.mark.parametrize(
+    "prompt", [[1.5] * 5000, [["x"]] * 5000, [[1, "x"] * 5000], ["x", 1] * 5000]
+)
+def test_a_long_wrong_prompt_costs_one_fault_per_type(prompt):
+    """Not one per item, which for a body of allowed size would hold up the event loop."""
+    with pytest.raises(ValidationError) as error:
+        CompletionBody.model_validate({"prompt": prompt})
+    assert error.value.error_count() <= 4
+>>>>>>> /tmp/w/tests/serve/test_openai_requests.py
 
 
 @pytest.mark.parametrize(
@@ -138,3 +150,85 @@ async def test_every_error_carries_the_request_id(service, monkeypatch):
             response = await http.post("/v1/completions", content=content, headers=sent)
             assert error_of(response, status)
             assert response.headers["x-request-id"] == "abc"
+
+
+async def test_a_wrong_method_is_told_the_right_ones(http):
+    response = await http.get("/v1/completions")
+    assert error_of(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_a_limit_is_named_as_the_client_named_it(http, field):
+    body = {"messages": [{"role": "user", "content": "x"}], field: 0}
+    response = await http.post("/v1/chat/completions", json=body)
+    assert error_of(response, 400)["param"] == field
+
+
+async def test_failures_are_logged_with_the_request_id(service, monkeypatch, caplog):
+    async def broken(request):
+        raise ZeroDivisionError
+        yield
+
+    monkeypatch.setattr(service, "stream", broken)
+    transport = httpx.ASGITransport(build_http_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        await http.post("/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "r-7"})
+    assert "request r-7 failed" in caplog.text
+
+
+async def test_request_ids_cannot_forge_log_lines(http):
+    for odd in ("a b", "x" * 129, "é", "a;b"):
+        response = await http.get("/live", headers={"x-request-id": odd.encode()})
+        assert response.headers["x-request-id"] != odd
+
+
+GUIDELLM = {
+    "model": "tiny",
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    "max_completion_tokens": 3,
+    "ignore_eos": True,
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+}
+AIPERF = {
+    "messages": [{"role": "user", "content": "x"}],
+    "model": "tiny",
+    "stream": True,
+    "max_completion_tokens": 3,
+    "stream_options": {"include_usage": True},
+}
+LLM = {"model": "tiny", "stream": True, "messages": [{"role": "user", "content": "x"}], "seed": 1}
+
+
+@pytest.mark.parametrize("body", [GUIDELLM, AIPERF, LLM], ids=["guidellm", "aiperf", "llm"])
+async def test_bodies_that_benchmarks_send(http, body):
+    response = await http.post(
+        "/v1/chat/completions",
+        json=body,
+        headers={"authorization": "Bearer ", "x-correlation-id": "c"},
+    )
+    assert response.status_code == 200
+    chunks = [json.loads(f[6:]) for f in response.text.split("\n\n") if f.startswith("data: {")]
+    counts = [c["usage"]["completion_tokens"] for c in chunks if c.get("usage")]
+    assert counts == sorted(counts)
+    if body is GUIDELLM:
+        assert len(counts) == len(chunks)
+        assert counts[-1] == 3
+
+
+async def test_speculation_metrics_hold_what_benchmarks_check(http):
+    """The checks of AIPerf, which drops the object when one fails."""
+    for k in (0, 2, None):
+        body = {**ENDPOINTS["completions"], "max_tokens": 40, "ignore_eos": True, "stop": ["q"]}
+        answer = (
+            await http.post("/v1/completions", json={**body, "speculative": {"num_tokens": k}})
+        ).json()
+        metrics = answer["metrics"]["speculative_decoding"]
+        histogram = metrics["acceptance_histogram"]
+        assert all(type(count) is int for count in histogram)
+        assert len(histogram) == metrics["num_spec_tokens"] + 1 == (4 if k is None else k) + 1
+        assert sum(histogram) == metrics["num_spec_steps"]
+        assert sum(j * c for j, c in enumerate(histogram)) == metrics["num_accepted_draft_tokens"]
+        assert metrics["num_accepted_draft_tokens"] <= metrics["num_draft_tokens"]
+        assert metrics["num_accepted_draft_tokens"] <= answer["usage"]["completion_tokens"]

@@ -28,11 +28,11 @@ from specdec_ray.serve.openai.schema import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
-    UnknownModel,
 )
 from specdec_ray.serve.openai.sse import DONE, EventStream, frame
 from specdec_ray.serve.requests import (
     check_ids,
+    check_model,
     choices_of,
     encode_chat,
     encode_text,
@@ -111,12 +111,12 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _check_model(service, name)
+        check_model(service, name)
         return card()
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _check_model(service, body.model)
+        check_model(service, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidParameter("prompt", "give either prompt or messages")
         if body.messages is not None:
@@ -131,7 +131,7 @@ def _add_model_routes(app: FastAPI, service: GenerationService) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
-        _check_model(service, body.model)
+        check_model(service, body.model)
         ids = check_ids(service, body.tokens, "tokens")
         return {"prompt": service.model.tokenizer.decode(ids)}
 
@@ -161,13 +161,7 @@ def _add_probes(app: FastAPI, service: GenerationService) -> None:
 
 def _check(service: GenerationService, body: GenerationBody) -> None:
     body.check_keys()
-    _check_model(service, body.model)
-
-
-def _check_model(service: GenerationService, name: str | None) -> None:
-    if name is not None and name != service.model.name:
-        served = service.model.name
-        raise UnknownModel("model", f"{name!r:.80} is not served here; {served!r} is")
+    check_model(service, body.model)
 
 
 async def _prompts(

@@ -1,8 +1,6 @@
 """What happens around a request: its id, its size, and a client that leaves."""
 
 import asyncio
-import re
-import uuid
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -11,8 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec_ray.serve.openai.errors import ApiError, api_error
-
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+from specdec_ray.serve.requests import name_request
 
 T = TypeVar("T")
 
@@ -57,8 +54,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Request(scope).headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = name_request(Request(scope).headers.get("x-request-id", ""))
         started = False
 
         async def tagged(message: Message) -> None:

@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from specdec_ray.errors import ContextOverflow, EngineLost, InvalidParameter, Overloaded
-from specdec_ray.serve.openai.schema import UnknownModel, UnsupportedParameter
+from specdec_ray.serve.openai.schema import UnsupportedParameter
+from specdec_ray.serve.requests import UnknownModel, request_id
 
 logger = logging.getLogger("ray.serve")
 
@@ -66,12 +67,12 @@ def api_error(error: Exception) -> ApiError:
             429, str(error), "rate_limit_error", None, "queue_full", error.retry_after_s
         )
     if isinstance(error, EngineLost):
-        logger.warning("no engine: %s", error)
+        logger.warning("request %s: no engine: %s", request_id.get(), error)
         message = "no model replica is available"
         return ApiError(503, message, "server_error", None, "unavailable", RETRY_UNAVAILABLE_S)
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took too long", "timeout_error", None, "timeout")
-    logger.error("request failed", exc_info=error)
+    logger.error("request %s failed", request_id.get(), exc_info=error)
     return ApiError(500, "internal error", "server_error")
 
 
@@ -88,7 +89,9 @@ def install_handlers(app: FastAPI) -> None:
     async def on_http(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return ApiError(error.status_code, str(error.detail), INVALID, None, code).response()
+        response = ApiError(error.status_code, str(error.detail), INVALID, None, code).response()
+        response.headers.update(error.headers or {})
+        return response
 
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)

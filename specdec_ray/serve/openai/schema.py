@@ -105,12 +105,13 @@ class GenerationBody(BaseModel):
                 _logged_keys.add(key)
                 logger.info("ignoring the unknown request key %.64r", key)
 
-    def _options(self, max_tokens: int | None, default_max_tokens: int | None) -> Options:
+    def _options(self, max_tokens: int | None, field: str, default: int | None) -> Options:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         top_k = -1 if self.top_k is None else self.top_k
         return Options(
             max_tokens=max_tokens,
-            default_max_tokens=default_max_tokens,
+            max_tokens_field=field,
+            default_max_tokens=default,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if top_k == -1 else top_k,  # -1 keeps all, as in vLLM
@@ -137,7 +138,7 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
 
     def options(self) -> Options:
-        return self._options(self.max_tokens, DEFAULT_MAX_TOKENS)
+        return self._options(self.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS)
 
 
 class TextPart(BaseModel):
@@ -166,8 +167,9 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
 
     def options(self) -> Options:
-        newer = self.max_completion_tokens
-        return self._options(self.max_tokens if newer is None else newer, None)
+        if self.max_completion_tokens is None:
+            return self._options(self.max_tokens, "max_tokens", None)
+        return self._options(self.max_completion_tokens, "max_completion_tokens", None)
 
 
 class TokenizeBody(BaseModel):
@@ -188,10 +190,6 @@ class DetokenizeBody(BaseModel):
 
 class UnsupportedParameter(InvalidParameter):
     """A known request field that this service does not implement."""
-
-
-class UnknownModel(InvalidParameter):
-    """The request names a model that is not served."""
 
 
 def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
