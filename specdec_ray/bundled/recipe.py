@@ -57,7 +57,7 @@ def make_pair(out: Path, seconds: float, roots: list[Path]) -> None:
 
     torch.manual_seed(0)
     target = LlamaForCausalLM(_config(hidden=256, layers=14))
-    budget = Budget(seconds * TARGET_SHARE, batch_tokens=2048, length=512, peak_lr=1.5e-3)
+    budget = Budget(seconds * TARGET_SHARE, batch_tokens=1024, length=512, peak_lr=1.5e-3)
     target_tokens = train(target, text, next_token_loss, budget, out / "target.pt")
     _export(target, tokenizer, out / "target")
 

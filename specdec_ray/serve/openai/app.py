@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import Receive
 
 from specdec_ray import __version__
