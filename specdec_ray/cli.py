@@ -1,4 +1,4 @@
-"""The command line: generate a text locally, or check a configuration before deploying it."""
+"""The command line: generate locally, ask a running service, check a configuration."""
 
 import argparse
 import sys
@@ -6,12 +6,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import grpc
 import yaml
 from transformers.utils import logging as transformers_logging
 
 from specdec_ray import SpeculativeDecoder
 from specdec_ray.config import BUNDLED_DRAFT, BUNDLED_TARGET, parse_config
 from specdec_ray.errors import ConfigError, SpecdecError
+from specdec_ray.pb import inference_pb2 as pb
+from specdec_ray.pb import inference_pb2_grpc
 from specdec_ray.rounds.request import SpeculationStats
 from specdec_ray.speculation.proposal import Rule
 
@@ -50,6 +53,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="float32")
     generate.add_argument("--device", default="auto")
     generate.add_argument("--threads", type=int, help="torch threads")
+
+    ask = commands.add_parser("ask", help="stream a text from a running service, over gRPC")
+    ask.set_defaults(run=_ask)
+    ask.add_argument("prompt")
+    ask.add_argument("--address", default="127.0.0.1:9000")
+    ask.add_argument("--max-tokens", type=int, default=128)
+    ask.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
 
     check = commands.add_parser("check-config", help="validate a Serve config file")
     check.set_defaults(run=_check_config)
@@ -91,6 +101,26 @@ def _generate(arguments: argparse.Namespace) -> None:
     print(
         f"\n\n{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s; {_summary(stats)}"
     )
+
+
+def _ask(arguments: argparse.Namespace) -> None:
+    """Print the text as it comes, then the seed that names it and the acceptance."""
+    given = pb.GenerationInput(
+        text=arguments.prompt,
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        echo=True,
+    )
+    with grpc.insecure_channel(arguments.address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        try:
+            for message in stub.GenerateStream(pb.GenerateStreamRequest(input=given)):
+                print(message.delta.text, end="", flush=True)
+        except grpc.RpcError as error:
+            raise SpecdecError(f"{error.code().name}: {error.details()}") from error
+    end = message.end
+    rate = end.speculation.draft_acceptance_rate
+    print(f"\n\n{end.usage.completion_tokens} tokens, seed {end.seed}, acceptance {rate:.0%}")
 
 
 def _summary(stats: SpeculationStats) -> str:

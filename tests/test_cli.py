@@ -35,6 +35,11 @@ def test_what_is_wrong_is_one_line(pair, capsys):
     assert "/no/such/model" in capsys.readouterr().err
 
 
+def test_asking_no_one_is_one_line(capsys):
+    assert main(["ask", "hello", "--address", "127.0.0.1:1"]) == 1
+    assert "UNAVAILABLE" in capsys.readouterr().err
+
+
 def test_check_config(tmp_path, capsys):
     assert main(["check-config", str(LOCAL)]) == 0
     assert "specdec-demo" in capsys.readouterr().out
