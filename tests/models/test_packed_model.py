@@ -170,9 +170,13 @@ def path_to(tree, node):
     return path[::-1]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_each_tree_node_sees_its_own_path_only(case, ids, seed):
-    context, tree = ids[:21], random_tree(12, seed)
+# Deeper than the windows, and its rows lie further from the root than their positions.
+DEEP_TREE = TokenTree(tuple(range(20, 36)), (ROOT, ROOT, ROOT, *range(2, 15)))
+
+
+@pytest.mark.parametrize("tree", [*(random_tree(16, seed) for seed in range(3)), DEEP_TREE])
+def test_each_tree_node_sees_its_own_path_only(case, ids, tree):
+    context = ids[:21]
     table = case.table(LENGTH)
     case.run(table, context, (20,))
     rows = (context[-1], *tree.tokens)
@@ -192,6 +196,8 @@ def test_compaction_keeps_the_accepted_path(case, ids):
     case.packed.compact(table, 20, (0, 2, 3, 4))
     got = case.packed.forward([Segment(table, 24, ids[30:33], None, 3)])
     assert_close(got, case.reference([*context, 8, 9, 10, *ids[30:33]])[-3:])
+    got = case.packed.forward([Segment(table, 22, ids[30:33], None, 3)])  # back into the path
+    assert_close(got, case.reference([*context, 8, *ids[30:33]])[-3:])
     case.packed.pool.release(table)
 
 
