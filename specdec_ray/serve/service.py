@@ -12,7 +12,7 @@ from specdec_ray.config import LimitsConfig, RoundConfig
 from specdec_ray.errors import Overloaded, SpecdecError
 from specdec_ray.rounds.generate import generate
 from specdec_ray.rounds.ports import EnginePool
-from specdec_ray.rounds.request import GenerationRequest, RoundSettings
+from specdec_ray.rounds.request import Emission, GenerationRequest, RoundSettings
 from specdec_ray.rounds.text import Delta, TextStream, stream_text
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.serve.metrics import RouterMetrics
@@ -59,7 +59,7 @@ class GenerationService:
         self.metrics = RouterMetrics()
         self.active_generations = 0
         self._targets, self._drafts = targets, drafts
-        self._max_generations = max_generations
+        self.max_generations = max_generations
         self._ready_until = 0.0
         self.reconfigure(rounds)
 
@@ -74,31 +74,34 @@ class GenerationService:
             Overloaded: too much is in flight here, or the targets are full.
             EngineLost: targets were lost repeatedly.
         """
-        if self.active_generations >= self._max_generations:
+        if self.active_generations >= self.max_generations:
             self.metrics.refused.inc()
-            raise Overloaded(f"{self._max_generations} generations are in flight already")
+            raise Overloaded(f"{self.max_generations} generations are in flight already")
         request = self._settled(request)
         assert request.draft_tokens is not None
         text = TextStream(
             self.model.tokenizer, request, self.model.end_token_ids, request.draft_tokens
         )
-        rounds = generate(request, self._targets, self._drafts, self._settings)
+        rounds = self.metrics.observed(self._rounds(request))
         self.active_generations += 1
         try:
-            async with aclosing(stream_text(self.metrics.observed(rounds), text)) as deltas:
+            async with aclosing(stream_text(rounds, text)) as deltas:
                 async for delta in deltas:
+                    self._ready_until = time.monotonic() + READY_FOR_S
                     yield delta
         finally:
             self.active_generations -= 1
 
     async def not_ready_reason(self) -> str | None:
-        """None if a token can be generated now, else why not. Busy is ready."""
+        """None if a token can be generated now, else why not. Busy is ready: tokens that clients
+        got lately are proof enough, so a probe never queues behind a load."""
         if time.monotonic() < self._ready_until:
             return None
         probe = GenerationRequest((0,), SamplingParams(temperature=0), max_tokens=1)
+        rounds = self._rounds(self._settled(probe))
         try:
-            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self.stream(probe)) as deltas:
-                await anext(deltas)
+            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(rounds):
+                await anext(rounds)
         except Overloaded:
             return None
         except TimeoutError:
@@ -107,6 +110,9 @@ class GenerationService:
             return str(error)
         self._ready_until = time.monotonic() + READY_FOR_S
         return None
+
+    def _rounds(self, request: GenerationRequest) -> AsyncGenerator[Emission, None]:
+        return generate(request, self._targets, self._drafts, self._settings)
 
     def _settled(self, request: GenerationRequest) -> GenerationRequest:
         """The request with the deployment's choices where it makes none."""

@@ -120,7 +120,7 @@ async def test_unknown_model(stub):
 
 
 async def test_overload_and_loss_have_their_status(stub, service, monkeypatch):
-    monkeypatch.setattr(service, "_max_generations", 0)
+    monkeypatch.setattr(service, "max_generations", 0)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.Generate(pb.GenerateRequest(input=given()))
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -1,5 +1,6 @@
 import asyncio
 import json
+from contextlib import asynccontextmanager
 
 import httpx
 import openai
@@ -413,9 +414,6 @@ async def test_failures_before_and_after_the_first_token(service, http, client, 
         await client.completions.create(model="tiny", prompt="x", max_tokens=30, stream=True)
     assert error.value.status_code == 503
     assert error.value.response.headers["retry-after"]
-    assert (await http.get("/health")).status_code == 503
-    assert (await http.get("/live")).status_code == 200
-
     monkeypatch.setattr(service, "stream", lambda request: failing(request, 2))
     stream = await client.completions.create(model="tiny", prompt="x", max_tokens=30, stream=True)
     with pytest.raises(openai.APIError, match="no model replica"):
@@ -425,6 +423,43 @@ async def test_failures_before_and_after_the_first_token(service, http, client, 
     )
     frames = response.text.strip().split("\n\n")
     assert "error" in json.loads(frames[-1].removeprefix("data: "))
+
+
+async def test_health_is_deep_and_life_is_shallow(service, http, monkeypatch):
+    @asynccontextmanager
+    async def gone():
+        raise EngineLost("no target")
+        yield
+
+    monkeypatch.setattr(service._targets, "session", gone)
+    for path in ("/health", "/ready"):
+        response = await http.get(path)
+        assert response.status_code == 503
+        assert "no target" in response.json()["error"]["message"]
+    assert (await http.get("/live")).status_code == 200
+    monkeypatch.undo()
+    assert (await http.get("/health")).status_code == 200
+    assert "specdec_generation_tokens_total 0.0" in (await http.get("/metrics")).text
+
+
+async def test_what_can_never_fit_is_no_overload(make_service):
+    transport = httpx.ASGITransport(build_http_app(make_service(max_generations=2)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        response = await http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "n"
+
+
+async def test_a_service_that_is_full_is_healthy(make_service):
+    service = make_service(max_generations=1)
+    transport = httpx.ASGITransport(build_http_app(service))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True}
+        running = asyncio.create_task(http.post("/v1/completions", json=body))
+        await asyncio.sleep(0.1)
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.post("/v1/completions", json=body)).status_code == 429
+        await running
 
 
 async def test_bugs_show_no_details(service, http, monkeypatch):

@@ -192,6 +192,9 @@ async def _answer(
     requests: Sequence[GenerationRequest],
     answer: Answer,
 ) -> Response:
+    limit = service.max_generations
+    if len(requests) > limit:
+        raise InvalidParameter("n", f"{len(requests)} choices in all, limit is {limit}")
     choices = merge([service.stream(request) for request in requests])
     try:
         if not body.stream:
