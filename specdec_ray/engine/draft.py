@@ -159,13 +159,13 @@ class DraftEngine:
     def _catch_up(self, session: Session, request: Propose) -> None:
         """Take the committed tokens in, keeping the KV of what was drafted right."""
         start = request.handle.length
-        written = (session.tokens + self._last.pop(session, []))[start : session.kv_length]
+        known = session.tokens[start:] + self._last.pop(session, [])
         right = 0
-        for drafted, committed in zip(written, request.tokens, strict=False):
+        for drafted, committed in zip(known, request.tokens, strict=False):
             if drafted != committed:
                 break
             right += 1
-        session.tokens = session.tokens[:start] + list(request.tokens)
+        session.tokens[start:] = request.tokens
         # The last committed token is always fed: its row is where the first draw happens.
         session.kv_length = min(session.kv_length, start + right, len(session.tokens) - 1)
 
@@ -173,18 +173,12 @@ class DraftEngine:
         """The next rows of every session that is drafting: what it missed, or one token."""
         work, budget = [], self._step_tokens
         for session, drafting in self._drafting.items():
-            missed = (session.tokens[session.kv_length :] or []) + drafting.tokens[
-                max(0, session.kv_length - len(session.tokens)) :
-            ]
+            missed = session.tokens[session.kv_length :] or drafting.tokens[-1:]
             tokens = missed[: max(budget, 1)]
             budget -= len(tokens)
-            complete = len(tokens) == len(missed)
-            work.append(
-                (
-                    session,
-                    Segment(session.table, session.kv_length, tokens, logit_rows=int(complete)),
-                )
-            )
+            draws = int(len(tokens) == len(missed))
+            segment = Segment(session.table, session.kv_length, tokens, logit_rows=draws)
+            work.append((session, segment))
         return work
 
     def _draw(self, logits: torch.Tensor, sessions: Sequence[Session], outbox: Outbox) -> None:
