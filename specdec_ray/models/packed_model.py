@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from specdec_ray.errors import UnsupportedModel
 from specdec_ray.models.attention import PLAN_KEYWORD
 from specdec_ray.models.kv_cache import BlockPool, KVCache, LayerShape, slots_of
+from specdec_ray.models.lone import LonePlan
 from specdec_ray.models.packed import BatchPlan, Segment
 from specdec_ray.models.support import attention_layer_count, check_windows, context_length
 
@@ -45,7 +46,9 @@ class PackedModel:
         Returns:
             float32 [sum of logit_rows, vocab_size], in segment order.
         """
-        plan = BatchPlan(segments, self._cache, self.pool.block_size, self.device)
+        place = self._cache, self.pool.block_size, self.device
+        lone = len(segments) == 1 and segments[0].tree is None
+        plan = LonePlan(segments[0], *place) if lone else BatchPlan(segments, *place)
         return _run(self._model, plan, plan.input_ids, plan.position_ids, plan.logit_rows)
 
     def compact(self, table: Sequence[int], base: int, path: Sequence[int]) -> None:

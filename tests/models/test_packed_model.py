@@ -128,6 +128,26 @@ def test_chunks_equal_the_stock_forward(case, ids, sizes):
     case.packed.pool.release(table)
 
 
+@pytest.mark.parametrize("sizes", [(48,), (20, 20, 8), (1,) * 48], ids=lambda s: f"{len(s)}parts")
+def test_blocks_in_a_row_are_read_as_they_lie(case, ids, sizes):
+    case.packed.pool.release(free := case.packed.pool.allocate(case.packed.pool.free_count))
+    first = next(block for block in free if {*range(block, block + 12)} <= {*free})
+    table = list(range(first, first + 12))
+    assert_close(case.run(table, ids, sizes), case.reference(ids))
+
+
+def test_a_lone_session_equals_itself_in_company(case, ids):
+    """The two plans agree, from the first row on and behind a committed context."""
+    tables = [case.table(LENGTH) for _ in range(3)]
+    for base, rows in ((0, 20), (20, 1), (21, 6)):
+        segments = [Segment(t, base, ids[base : base + rows], None, rows) for t in tables]
+        alone = case.packed.forward(segments[:1])
+        together = case.packed.forward(segments[1:])
+        assert_close(together, alone.repeat(2, 1))
+    for table in tables:
+        case.packed.pool.release(table)
+
+
 def test_sessions_of_different_length_share_a_batch(case, ids):
     lengths, new = (3, 9, 40), (2, 5, 1)
     tables = [case.table(LENGTH) for _ in lengths]
