@@ -132,7 +132,7 @@ def _load(url: str, streams: int, tokens: int) -> int:
 
 def _busy_s() -> float:
     handles = (serve.get_deployment_handle(name, APP) for name in ("Target", "Draft"))
-    return sum(handle.statistics.remote().result()["busy_s"] for handle in handles)
+    return sum(float(handle.statistics.remote().result()["busy_s"]) for handle in handles)
 
 
 def _process(deployment: str) -> psutil.Process:

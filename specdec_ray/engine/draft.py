@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from specdec_ray.engine.loop import Outbox, ReplySink
 from specdec_ray.engine.messages import (
     Close,
-    Load,
     Open,
     Opened,
     Proposal,
@@ -17,6 +15,7 @@ from specdec_ray.engine.messages import (
     Refused,
     Request,
 )
+from specdec_ray.engine.outbox import Outbox, ReplySink
 from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
 from specdec_ray.engine.validation import check_open, check_tokens, refuse
 from specdec_ray.models.packed import Segment
@@ -60,28 +59,17 @@ class DraftEngine:
         step_tokens: int,
     ) -> None:
         self._model = model
-        self._sessions = SessionTable(model, identity)
+        self.sessions = SessionTable(model, identity)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._drafting: dict[Session, Drafting] = {}
         self._last: dict[Session, list[int]] = {}
 
-    @property
-    def load(self) -> Load:
-        return self._sessions.load
-
-    @property
-    def session_count(self) -> int:
-        return len(self._sessions)
-
-    def lease(self, session_id: bytes) -> None:
-        self._sessions.lease(session_id)
-
     def release(self, session_id: bytes) -> None:
-        session = self._sessions.get(session_id)
+        session = self.sessions.get(session_id)
         if session is not None:
             self._forget(session)
-            self._sessions.release(session_id)
+            self.sessions.release(session_id)
 
     def accept(self, request: Request, sink: ReplySink, outbox: Outbox) -> None:
         if isinstance(request, Close):
@@ -98,9 +86,9 @@ class DraftEngine:
             outbox.put(sink, refused)
 
     def step(self, outbox: Outbox) -> bool:
-        self._sessions.admit()
+        self.sessions.admit()
         work = self._segments()
-        chunks = self._sessions.prefill_chunks(
+        chunks = self.sessions.prefill_chunks(
             self._step_tokens - sum(len(segment.tokens) for _, segment in work), logit_rows=0
         )
         if not work and not chunks:
@@ -113,28 +101,28 @@ class DraftEngine:
         for session, _ in chunks:
             if session.kv_length == len(session.tokens):
                 session.phase = Phase.READY
-                handle = self._sessions.handle(session, len(session.tokens))
+                handle = self.sessions.handle(session, len(session.tokens))
                 outbox.put(session.finish(), Opened(handle, ()))
         return True
 
     def fail_pending(self, outbox: Outbox, error: Exception) -> None:
-        for session in self._sessions.fail_active(outbox, error):
+        for session in self.sessions.fail_active(outbox, error):
             self._forget(session)
 
     def _take_open(self, request: Open, sink: ReplySink) -> Refused | None:
-        session = self._sessions.get(request.session_id)
-        context = self._sessions.context_length
+        session = self.sessions.get(request.session_id)
+        context = self.sessions.context_length
         # A context shorter than the target's is drafted in as far as it goes.
         request = replace(request, max_length=min(request.max_length, context))
         refused = check_open(session, request, context, self._vocab_limit)
         if refused is None:
             assert session is not None
             self._forget(session)
-            self._sessions.open(session, request, sink)
+            self.sessions.open(session, request, sink)
         return refused
 
     def _take_propose(self, request: Propose, sink: ReplySink) -> Refused | None:
-        session = self._sessions.get(request.handle.session_id)
+        session = self.sessions.get(request.handle.session_id)
         if session is None or session.phase is Phase.LEASED:
             return refuse(
                 request.handle.session_id, RefusalCode.UNKNOWN_SESSION, "no such session here"
@@ -207,7 +195,7 @@ class DraftEngine:
         self._last[session] = drafting.tokens
         length = len(session.tokens)
         proposal = Proposal(
-            self._sessions.handle(session, length),
+            self.sessions.handle(session, length),
             length,
             TokenTree.chain(drafting.tokens),
             DraftProbs.stack(drafting.probs) if drafting.probs else None,

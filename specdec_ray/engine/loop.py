@@ -3,43 +3,23 @@
 import logging
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from specdec_ray.engine.messages import Load, Reply, Request
+from specdec_ray.engine.messages import Load, Request
+from specdec_ray.engine.outbox import Outbox, ReplySink
+from specdec_ray.engine.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
-
-ReplySink = Callable[[list[Reply]], None]
-
-
-class Outbox:
-    """Replies of one step, delivered together: one call per sink."""
-
-    def __init__(self) -> None:
-        self._replies: defaultdict[ReplySink, list[Reply]] = defaultdict(list)
-
-    def put(self, sink: ReplySink, reply: Reply) -> None:
-        self._replies[sink].append(reply)
-
-    def flush(self) -> None:
-        replies, self._replies = self._replies, defaultdict(list)
-        for sink, batch in replies.items():
-            try:
-                sink(batch)
-            except Exception:  # whoever asked is gone; the other sessions are not
-                logger.exception("%d replies could not be delivered", len(batch))
 
 
 class Steppable(Protocol):
     """A target or draft engine. All methods run on the engine's thread."""
 
-    def lease(self, session_id: bytes) -> None:
-        """Make the session known; only known sessions are served."""
-        ...
+    sessions: SessionTable
 
     def release(self, session_id: bytes) -> None:
         """End the session and free its KV; ignore unknown ones."""
@@ -56,12 +36,6 @@ class Steppable(Protocol):
     def fail_pending(self, outbox: Outbox, error: Exception) -> None:
         """Refuse everything pending after a step raised, and drop those sessions' state."""
         ...
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def session_count(self) -> int: ...
 
 
 class EngineThread:
@@ -89,7 +63,7 @@ class EngineThread:
         self._thread.start()
 
     def lease(self, session_id: bytes) -> None:
-        self._post(lambda _: self._engine.lease(session_id))
+        self._post(lambda _: self._engine.sessions.lease(session_id))
 
     def release(self, session_id: bytes) -> None:
         self._post(lambda _: self._engine.release(session_id))
@@ -101,11 +75,11 @@ class EngineThread:
 
     @property
     def load(self) -> Load:
-        return self._engine.load
+        return self._engine.sessions.load
 
     @property
     def session_count(self) -> int:
-        return self._engine.session_count
+        return len(self._engine.sessions)
 
     def unhealthy_reason(self, stall_s: float) -> str | None:
         """Why this engine cannot serve, or None. A step longer than `stall_s` counts as hung."""

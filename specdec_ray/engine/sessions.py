@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from specdec_ray.engine.loop import Outbox, ReplySink
 from specdec_ray.engine.messages import CacheHandle, Load, Open, RefusalCode, Refused
+from specdec_ray.engine.outbox import Outbox, ReplySink
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.sampling.params import SamplingParams

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-from specdec_ray.engine.loop import Outbox, ReplySink
 from specdec_ray.engine.messages import (
     Close,
-    Load,
     Open,
     Opened,
     RefusalCode,
@@ -14,6 +12,7 @@ from specdec_ray.engine.messages import (
     Verdict,
     Verify,
 )
+from specdec_ray.engine.outbox import Outbox, ReplySink
 from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
 from specdec_ray.engine.validation import check_draft_probs, check_open, check_tokens, refuse
 from specdec_ray.models.packed import Segment
@@ -46,29 +45,18 @@ class TargetEngine:
         max_nodes: int,
     ) -> None:
         self._model = model
-        self._sessions = SessionTable(model, identity)
+        self.sessions = SessionTable(model, identity)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._max_nodes = max_nodes
         self._verifies: dict[Session, Verify] = {}
         self._verdicts: dict[Session, Verdict] = {}
 
-    @property
-    def load(self) -> Load:
-        return self._sessions.load
-
-    @property
-    def session_count(self) -> int:
-        return len(self._sessions)
-
-    def lease(self, session_id: bytes) -> None:
-        self._sessions.lease(session_id)
-
     def release(self, session_id: bytes) -> None:
-        session = self._sessions.get(session_id)
+        session = self.sessions.get(session_id)
         if session is not None:
             self._forget(session)
-            self._sessions.release(session_id)
+            self.sessions.release(session_id)
 
     def accept(self, request: Request, sink: ReplySink, outbox: Outbox) -> None:
         if isinstance(request, Close):
@@ -79,11 +67,11 @@ class TargetEngine:
             outbox.put(sink, refused)
 
     def step(self, outbox: Outbox) -> bool:
-        self._sessions.admit()
+        self.sessions.admit()
         verifies = self._verifies
         rows = sum(1 + len(verify.tree) for verify in verifies.values())
         budget = max(self._step_tokens - rows, MIN_PREFILL_ROWS)
-        chunks = self._sessions.prefill_chunks(budget, logit_rows=1)
+        chunks = self.sessions.prefill_chunks(budget, logit_rows=1)
         if not verifies and not chunks:
             return False
         segments = [_verify_segment(session, verify) for session, verify in verifies.items()]
@@ -106,7 +94,7 @@ class TargetEngine:
 
     def fail_pending(self, outbox: Outbox, error: Exception) -> None:
         self._verifies = {}
-        for session in self._sessions.fail_active(outbox, error):
+        for session in self.sessions.fail_active(outbox, error):
             self._verdicts.pop(session, None)
 
     def _take(self, request: Request, sink: ReplySink, outbox: Outbox) -> Refused | None:
@@ -119,17 +107,17 @@ class TargetEngine:
         return refuse(request.handle.session_id, RefusalCode.INVALID, "a target does not propose")
 
     def _take_open(self, request: Open, sink: ReplySink) -> Refused | None:
-        session = self._sessions.get(request.session_id)
-        refused = check_open(session, request, self._sessions.context_length, self._vocab_limit)
+        session = self.sessions.get(request.session_id)
+        refused = check_open(session, request, self.sessions.context_length, self._vocab_limit)
         if refused is None:
             assert session is not None
             self._forget(session)
-            self._sessions.open(session, request, sink)
+            self.sessions.open(session, request, sink)
         return refused
 
     def _take_verify(self, request: Verify, sink: ReplySink, outbox: Outbox) -> Refused | None:
         handle = request.handle
-        session = self._sessions.get(handle.session_id)
+        session = self.sessions.get(handle.session_id)
         if session is None or session.phase is Phase.LEASED:
             return refuse(handle.session_id, RefusalCode.UNKNOWN_SESSION, "no such session here")
         verdict = self._verdicts.get(session)
@@ -184,11 +172,11 @@ class TargetEngine:
         session.kv_length += len(rows)
         session.tokens.extend(judgement.emitted)
         verdict = Verdict(
-            self._sessions.handle(session, session.kv_length),
+            self.sessions.handle(session, session.kv_length),
             verify.round,
             accepted=len(judgement.path),
             emitted=judgement.emitted,
-            load=self.load,
+            load=self.sessions.load,
         )
         self._verdicts[session] = verdict
         outbox.put(session.finish(), verdict)
@@ -196,7 +184,7 @@ class TargetEngine:
     def _opened(self, session: Session, emitted: Sequence[int], outbox: Outbox) -> None:
         session.phase = Phase.READY
         session.tokens.extend(emitted)
-        handle = self._sessions.handle(session, session.kv_length)
+        handle = self.sessions.handle(session, session.kv_length)
         outbox.put(session.finish(), Opened(handle, tuple(emitted)))
 
     def _forget(self, session: Session) -> None:

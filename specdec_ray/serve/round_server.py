@@ -6,24 +6,28 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec_ray.engine.loop import ReplySink
 from specdec_ray.engine.messages import RefusalCode, Refused, Reply, Request
+from specdec_ray.engine.outbox import ReplySink
 from specdec_ray.errors import InvalidParameter
 from specdec_ray.pb import rounds_pb2 as pb
 from specdec_ray.pb import rounds_pb2_grpc
 from specdec_ray.serve.wire import (
+    MAX_FRAME_BYTES,
     WireLimits,
+    check_frame,
     decode_request,
     encode_reply,
     session_of_request,
+    split_frames,
 )
 
 logger = logging.getLogger("ray.serve")
 
-MAX_FRAME_BYTES = 64 * 2**20
+MAX_WAITING_REPLIES = 16_384
 SERVICE = "specdec.v1.RoundService"
 
 CHANNEL_OPTIONS = [
@@ -83,19 +87,31 @@ class _RoundService(rounds_pb2_grpc.RoundServiceServicer):
         request_iterator: AsyncIterator[pb.RoundsRequest],
         context: grpc.aio.ServicerContext[pb.RoundsRequest, pb.RoundsResponse],
     ) -> None:
+        """Read and write until the peer ends the stream or either half fails: a stream that is
+        read but no longer written would leave every session on it waiting."""
         stream = _Stream(self._engine, self._limits)
-        writer = asyncio.create_task(stream.write(context))
+        halves = [
+            asyncio.create_task(stream.read(request_iterator)),
+            asyncio.create_task(stream.write(context)),
+        ]
         try:
-            async for frame in request_iterator:
-                for message in frame.requests:
-                    stream.take(message)
+            ended, _ = await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+            for half in ended:
+                half.result()
+        except (DecodeError, InvalidParameter) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"malformed frame: {error}")
         finally:
-            writer.cancel()
+            for half in halves:
+                half.cancel()
 
 
 class _Stream:
-    """One router's stream. A session has one request under way at most, so what waits to be
-    written is bounded by the sessions that the replica admits."""
+    """One router's stream.
+
+    A session has one request under way at most, so a router that keeps to the protocol has no
+    more replies waiting than it has sessions. One that neither keeps to it nor reads its replies
+    is read no further once MAX_WAITING_REPLIES wait.
+    """
 
     def __init__(self, engine: Engine, limits: WireLimits) -> None:
         self._engine = engine
@@ -103,8 +119,36 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._replies: list[Reply] = []
         self._waiting = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
 
-    def take(self, message: pb.EngineRequest) -> None:
+    async def read(self, frames: AsyncIterator[pb.RoundsRequest]) -> None:
+        """Take in frames until the peer ends the stream.
+
+        Raises:
+            DecodeError: a frame is no protobuf.
+            InvalidParameter: a frame carries too many messages.
+        """
+        async for frame in frames:
+            check_frame(frame.requests, self._limits)
+            for message in frame.requests:
+                self._take(message)
+            await self._room.wait()
+
+    async def write(
+        self, context: grpc.aio.ServicerContext[pb.RoundsRequest, pb.RoundsResponse]
+    ) -> None:
+        """Send what has been answered since the last frame as one frame, for ever."""
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            replies, self._replies = self._replies, []
+            self._room.set()
+            encoded = [encode_reply(reply) for reply in replies]
+            for batch in split_frames(encoded, self._limits):
+                await context.write(pb.RoundsResponse(replies=batch))
+
+    def _take(self, message: pb.EngineRequest) -> None:
         """Hand one message to the engine; what cannot be understood is refused by itself."""
         try:
             request = decode_request(message, self._limits)
@@ -115,18 +159,6 @@ class _Stream:
         else:
             self._engine.submit(request, self._sink)
 
-    async def write(
-        self, context: grpc.aio.ServicerContext[pb.RoundsRequest, pb.RoundsResponse]
-    ) -> None:
-        """Send what has been answered since the last frame as one frame, for ever."""
-        while True:
-            await self._waiting.wait()
-            self._waiting.clear()
-            replies, self._replies = self._replies, []
-            await context.write(
-                pb.RoundsResponse(replies=[encode_reply(reply) for reply in replies])
-            )
-
     def _sink(self, replies: list[Reply]) -> None:
         """Called on the engine's thread, once per step."""
         self._loop.call_soon_threadsafe(self._queue, replies)
@@ -134,3 +166,5 @@ class _Stream:
     def _queue(self, replies: list[Reply]) -> None:
         self._replies.extend(replies)
         self._waiting.set()
+        if len(self._replies) > MAX_WAITING_REPLIES:
+            self._room.clear()

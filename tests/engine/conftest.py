@@ -2,8 +2,8 @@ import secrets
 
 import pytest
 
-from specdec_ray.engine.loop import Outbox
 from specdec_ray.engine.messages import Open, Propose, Verify
+from specdec_ray.engine.outbox import Outbox
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
 from specdec_ray.speculation.tree import TokenTree
@@ -22,7 +22,7 @@ class Driver:
 
     def lease(self):
         session_id = secrets.token_bytes(16)
-        self.engine.lease(session_id)
+        self.engine.sessions.lease(session_id)
         return session_id
 
     def submit(self, request):

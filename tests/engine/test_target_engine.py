@@ -203,15 +203,15 @@ def test_sessions_wait_for_blocks_in_order(make_llama, make_target, drive):
     target.submit(Open(third, tuple(PROMPT), GREEDY, Rule.COUPLED, 30))
     while target.step():
         pass
-    assert target.engine.load.waiting == 2
+    assert target.engine.sessions.load.waiting == 2
     target.engine.release(third)  # leaving the queue
-    assert target.engine.load.waiting == 1
+    assert target.engine.sessions.load.waiting == 1
     target.engine.release(first.handle.session_id)
     while target.step():
         pass
     assert target.replies[-1].handle.session_id == second
     target.engine.release(second)
-    assert target.engine.load.free_blocks == 6
+    assert target.engine.sessions.load.free_blocks == 6
 
 
 def test_a_failed_step_fails_its_sessions_only(make_llama, make_target, monkeypatch):
