@@ -65,6 +65,8 @@ class Drafter:
         count = min(self._count, room)
         if self._opening is None or count < 1:
             return _nothing(committed)
+        if self._timeouts and not self._opening.done():
+            return _nothing(committed)  # waited for once; it joins when it is ready
         try:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.shield(self._opening)
@@ -88,13 +90,15 @@ class Drafter:
             reply = await session.call(
                 Open(session.session_id, prompt, self._request.params, self._request.rule, end)
             )
-        except (EngineLost, Overloaded) as error:
-            logger.warning("no draft for this generation: %s", error)
+        except Exception as error:  # whatever it is, the target can do without
+            known = isinstance(error, (EngineLost, Overloaded))
+            logger.warning("no draft for this generation: %s", error, exc_info=not known)
             return
         if isinstance(reply, Opened):
             self._session, self._handle = session, reply.handle
         else:
             logger.warning("no draft for this generation: %s", reply)
+            await self._stack.aclose()
 
     async def _ask(self, committed: list[int], count: int) -> Proposal:
         if self._session is None or self._handle is None:

@@ -5,14 +5,23 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
 from ray.serve.handle import DeploymentHandle
 
 from specdec_ray.errors import EngineLost, Overloaded
 from specdec_ray.rounds.ports import EngineSession
 from specdec_ray.serve.round_client import ConnectionCache
 
-_GONE = (ActorDiedError, ActorUnavailableError, DeploymentUnavailableError)
+_GONE = (
+    ActorDiedError,
+    ActorUnavailableError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+)
 
 
 class ServePool:

@@ -97,6 +97,15 @@ async def test_a_lost_draft_costs_speed_only(target_pool, scripted, play, refere
     assert drafts.open_sessions == 0
 
 
+async def test_a_draft_that_breaks_in_any_way_costs_speed_only(target_pool, play, references):
+    class BrokenPool:
+        def session(self):
+            raise RuntimeError("a bug of ours or of Serve's")
+
+    _, tokens = await play(PROMPTS[3], target_pool, BrokenPool(), 48)
+    assert tokens == references[3]
+
+
 async def test_a_silent_draft_is_bypassed_then_given_up(target_pool, scripted, references):
     calls = []
 
