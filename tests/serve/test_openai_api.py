@@ -1,11 +1,14 @@
 import asyncio
+import copy
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import processors
 
 from specdec_ray.config import LimitsConfig
 from specdec_ray.errors import EngineLost
@@ -357,6 +360,25 @@ async def test_tokenize_and_back(http):
     assert answer["count"] == len(answer["tokens"]) == 6
     back = await http.post("/detokenize", json={"tokens": answer["tokens"]})
     assert back.json() == {"prompt": "héllo"}
+
+
+@pytest.mark.parametrize("in_template", [True, False])
+async def test_a_chat_has_one_beginning_and_a_completion_too(
+    service, http, tokenizer, monkeypatch, in_template
+):
+    """The template renders the beginning token; the tokenizer must not add another."""
+    adding = copy.deepcopy(tokenizer)
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)]
+    )
+    bos = "{{ bos_token }}" if in_template else ""
+    adding.chat_template = bos + tokenizer.chat_template
+    monkeypatch.setattr(service, "model", replace(service.model, tokenizer=adding))
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    tokens = (await http.post("/tokenize", json=chat)).json()["tokens"]
+    assert tokens.count(256) == int(in_template)
+    tokens = (await http.post("/tokenize", json={"prompt": "x"})).json()["tokens"]
+    assert tokens.count(256) == 1
 
 
 async def test_request_ids_are_echoed_or_given(http):
