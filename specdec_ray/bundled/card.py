@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
+DRAFTED = 5  # tokens per simulated round of speculation
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Measurement:
 
     target_mb: float
     draft_mb: float
+    target_shape: str
+    draft_shape: str
     target_millions: float
     draft_millions: float
     target_tokens: int
@@ -27,7 +31,7 @@ class Measurement:
     target_bits: float
     draft_bits: float
     agreement: float
-    accepted_run: float
+    accepted: float
     target_ms: float
     draft_ms: float
 
@@ -41,11 +45,16 @@ class Measurement:
         tokenizer = AutoTokenizer.from_pretrained(out / "target")
         windows = torch.from_numpy(held_out[: len(held_out) // 256 * 256].astype(np.int64))
         windows = windows.view(-1, 256)[:128]
-        text_bytes = sum(len(tokenizer.decode(window).encode()) for window in windows)
-        agreement, run = _agreement(target, draft, windows[:32, :PROMPT_TOKENS])
+        text_bytes = sum(
+            len(tokenizer.decode(window[1:], skip_special_tokens=True).encode())
+            for window in windows
+        )
+        agreement, accepted = _agreement(target, draft, windows[:32, :PROMPT_TOKENS])
         return cls(
             target_mb=_megabytes(out / "target"),
             draft_mb=_megabytes(out / "draft"),
+            target_shape=_shape(target),
+            draft_shape=_shape(draft),
             target_millions=target.num_parameters() / 1e6,
             draft_millions=draft.num_parameters() / 1e6,
             target_tokens=target_tokens,
@@ -53,7 +62,7 @@ class Measurement:
             target_bits=_bits(target, windows) / text_bytes,
             draft_bits=_bits(draft, windows) / text_bytes,
             agreement=agreement,
-            accepted_run=run,
+            accepted=accepted,
             target_ms=_step_ms(target),
             draft_ms=_step_ms(draft),
         )
@@ -69,18 +78,21 @@ and follow no instructions; serve your own models for that.
 
 | | target | draft |
 |---|---|---|
-| architecture (Llama) | 256 wide, 14 layers | 192 wide, 2 layers |
+| architecture (Llama) | {m.target_shape} | {m.draft_shape} |
 | parameters | {m.target_millions:.1f}M | {m.draft_millions:.1f}M |
 | weights, bfloat16 | {m.target_mb:.1f} MB | {m.draft_mb:.1f} MB |
 | tokens trained on | {m.target_tokens / 1e6:.1f}M | {m.draft_tokens / 1e6:.1f}M |
 | held-out loss, bits per byte | {m.target_bits:.3f} | {m.draft_bits:.3f} |
 | one token, float32, one thread | {m.target_ms:.2f} ms | {m.draft_ms:.2f} ms |
 
-On the target's own greedy text the draft agrees with {m.agreement:.0%} of the tokens; runs of
-agreement are {m.accepted_run:.1f} tokens long on average. The target's step takes
-{m.target_ms / m.draft_ms:.1f} draft steps.
+On the target's own greedy continuations of held-out text the draft's first choice is the target's
+for {m.agreement:.0%} of the tokens. Of {DRAFTED} drafted tokens {m.accepted:.2f} are accepted on
+average (greedy). A step of the target takes as long as {m.target_ms / m.draft_ms:.1f} steps of the
+draft, measured with one token on top of 128.
 
-Tokenizer: byte-level BPE of 4096 tokens, shared. Context: 2048 positions, trained on 512.
+Tokenizer: byte-level BPE of 4096 tokens, shared. Context: 2048 positions, but the target was
+trained on 512 tokens at a time; expect less beyond that. The bits per byte
+are those of windows of 256 tokens.
 
 ## Text and licence
 
@@ -93,13 +105,21 @@ repository's licence.
     apt-get install python3.11-doc
     python -m specdec_ray.bundled.recipe --out build/pair --minutes 80
 
-The command resumes when interrupted. The draft is distilled from the target, on the text and on
-the target's own samples.
+The command resumes when interrupted, and is done with `build/pair/target` and `build/pair/draft`.
+The draft starts from the target's embedding and first layer and is distilled from the target, on
+the text and on the target's own samples. Training is paced by the clock, so a faster or idler
+machine sees more tokens in the same minutes and makes a better pair.
 """)
 
 
 def _load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _shape(model: PreTrainedModel) -> str:
+    config = model.config
+    layers = "1 layer" if config.num_hidden_layers == 1 else f"{config.num_hidden_layers} layers"
+    return f"{config.hidden_size} wide, {layers}"
 
 
 def _megabytes(folder: Path) -> float:
@@ -120,7 +140,7 @@ def _bits(model: PreTrainedModel, windows: torch.Tensor) -> float:
 def _agreement(
     target: PreTrainedModel, draft: PreTrainedModel, prompts: torch.Tensor
 ) -> tuple[float, float]:
-    """Share of the target's greedy tokens that are the draft's argmax, and mean run of them."""
+    """Share of the target's greedy tokens that are the draft's, and mean accepted per round."""
     text = target.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -131,8 +151,20 @@ def _agreement(
     )
     drafted = draft(text).logits[:, PROMPT_TOKENS - 1 : -1].argmax(-1)
     same = (drafted == text[:, PROMPT_TOKENS:]).tolist()
-    runs = [len(run) for row in same for run in "".join("01"[s] for s in row).split("0")]
-    return sum(map(sum, same)) / (len(same) * NEW_TOKENS), sum(runs) / len(runs)
+    rounds = [accepted for row in same for accepted in _rounds(row)]
+    return sum(map(sum, same)) / (len(same) * NEW_TOKENS), sum(rounds) / len(rounds)
+
+
+def _rounds(same: list[bool]) -> Iterator[int]:
+    """Tokens accepted in each round of greedy speculation over one continuation.
+
+    A round accepts the agreeing tokens at its start; the target adds one after them.
+    """
+    start = 0
+    while start + DRAFTED <= len(same):
+        accepted = [*same[start : start + DRAFTED], False].index(False)
+        yield accepted
+        start += accepted + 1
 
 
 @torch.inference_mode()

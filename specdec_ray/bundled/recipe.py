@@ -13,7 +13,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from specdec_ray.bundled.card import Measurement, write_card
 from specdec_ray.bundled.corpus import (
@@ -28,7 +33,8 @@ from specdec_ray.bundled.training import Budget, distillation_loss, next_token_l
 VOCAB_SIZE = 4096
 CONTEXT = 2048
 HELD_OUT = 0.01
-TARGET_SHARE = 0.75  # of the time; sampling and the draft get the rest
+HIDDEN, TARGET_LAYERS, DRAFT_LAYERS = 256, 14, 1
+TARGET_SHARE, SAMPLE_SHARE, DRAFT_SHARE = 0.75, 0.05, 0.20  # of the time
 SAMPLE_LENGTH = 256
 
 
@@ -56,16 +62,14 @@ def make_pair(out: Path, seconds: float, roots: list[Path]) -> None:
     print(f"{len(documents)} files, {len(ids) / 1e6:.1f}M tokens", flush=True)
 
     torch.manual_seed(0)
-    target = LlamaForCausalLM(_config(hidden=256, layers=14))
+    target = LlamaForCausalLM(_config(TARGET_LAYERS))
     budget = Budget(seconds * TARGET_SHARE, batch_tokens=1024, length=512, peak_lr=1.5e-3)
     target_tokens = train(target, text, next_token_loss, budget, out / "target.pt")
     _export(target, tokenizer, out / "target")
 
-    samples = _samples(target, tokenizer, text, out / "samples.npy", seconds * 0.08)
-    draft = LlamaForCausalLM(_config(hidden=192, layers=2))
-    budget = Budget(
-        seconds * (1 - TARGET_SHARE - 0.08), batch_tokens=4096, length=256, peak_lr=3e-3
-    )
+    samples = _samples(target, tokenizer, text, out / "samples.npy", seconds * SAMPLE_SHARE)
+    draft = _first_layers(target)
+    budget = Budget(seconds * DRAFT_SHARE, batch_tokens=2048, length=512, peak_lr=2e-3)
     mixture = np.concatenate([np.tile(samples, 1 + len(text) // len(samples)), text])
     draft_tokens = train(draft, mixture, distillation_loss(target), budget, out / "draft.pt")
     _export(draft, tokenizer, out / "draft")
@@ -74,20 +78,27 @@ def make_pair(out: Path, seconds: float, roots: list[Path]) -> None:
     write_card(out / "README.md", measured)
 
 
-def _config(hidden: int, layers: int) -> LlamaConfig:
+def _config(layers: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN * 11 // 4,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
+        num_attention_heads=HIDDEN // 64,
+        num_key_value_heads=HIDDEN // 128,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
     )
+
+
+def _first_layers(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A draft that starts from the target's embedding and first layers: it learns far sooner."""
+    draft = LlamaForCausalLM(_config(DRAFT_LAYERS))
+    draft.load_state_dict(target.state_dict(), strict=False)  # later layers have no place in it
+    return draft
 
 
 def _tokenizer(out: Path, documents: list[str]) -> PreTrainedTokenizerFast:
@@ -142,6 +153,9 @@ def _export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder:
     torch.set_default_dtype(torch.float32)
     exported = LlamaForCausalLM(model.config)
     exported.load_state_dict(model.state_dict())
+    exported.generation_config = GenerationConfig(
+        do_sample=False, bos_token_id=0, eos_token_id=1, pad_token_id=1
+    )
     exported.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

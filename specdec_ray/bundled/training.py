@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 Loss = Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]
 
-SAVE_EVERY_S = 120.0
+SAVE_EVERY_S = 30.0
 
 
 @dataclass(frozen=True)
