@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Generates text. Errors are gRPC statuses: INVALID_ARGUMENT names the field, NOT_FOUND the model,
+    RESOURCE_EXHAUSTED (with retry-after-ms in the trailers) and UNAVAILABLE may be tried again.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -52,7 +54,9 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Generates text. Errors are gRPC statuses: INVALID_ARGUMENT names the field, NOT_FOUND the model,
+    RESOURCE_EXHAUSTED (with retry-after-ms in the trailers) and UNAVAILABLE may be tried again.
+    """
 
     def Generate(self, request, context):
         """Generates all choices and answers once they are finished.
@@ -102,7 +106,9 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Missing associated documentation comment in .proto file."""
+    """Generates text. Errors are gRPC statuses: INVALID_ARGUMENT names the field, NOT_FOUND the model,
+    RESOURCE_EXHAUSTED (with retry-after-ms in the trailers) and UNAVAILABLE may be tried again.
+    """
 
     @staticmethod
     def Generate(request,

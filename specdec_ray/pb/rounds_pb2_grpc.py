@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class RoundServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """The data plane of one replica. A frame that is no protobuf or carries too many messages ends the
+    stream with INVALID_ARGUMENT; a malformed message is refused by itself.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,10 +44,15 @@ class RoundServiceStub:
 
 
 class RoundServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """The data plane of one replica. A frame that is no protobuf or carries too many messages ends the
+    stream with INVALID_ARGUMENT; a malformed message is refused by itself.
+    """
 
     def Rounds(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """One stream per router and replica, open for as long as both live. Every request but Close gets
+        exactly one reply, found by its session, unless the session's lease ends before; a session has
+        one request under way at most.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -67,7 +74,9 @@ def add_RoundServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RoundService:
-    """Missing associated documentation comment in .proto file."""
+    """The data plane of one replica. A frame that is no protobuf or carries too many messages ends the
+    stream with INVALID_ARGUMENT; a malformed message is refused by itself.
+    """
 
     @staticmethod
     def Rounds(request_iterator,

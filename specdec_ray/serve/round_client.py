@@ -1,19 +1,33 @@
 """A router's side of the data plane: one multiplexed stream per engine replica."""
 
 import asyncio
-import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from specdec_ray.engine.messages import Reply, Request
-from specdec_ray.errors import EngineLost, InvalidParameter
+from specdec_ray.engine.messages import Proposal, Propose, Reply, Request, Verdict, Verify
+from specdec_ray.errors import EngineLost, InvalidParameter, SpecdecError
 from specdec_ray.pb import rounds_pb2 as pb
 from specdec_ray.pb import rounds_pb2_grpc
 from specdec_ray.serve.round_server import CHANNEL_OPTIONS
-from specdec_ray.serve.wire import WireLimits, decode_reply, encode_request, session_of_reply
+from specdec_ray.serve.wire import (
+    WireLimits,
+    check_frame,
+    decode_reply,
+    encode_request,
+    session_of_reply,
+    split_frames,
+)
 
-logger = logging.getLogger("ray.serve")
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A request under way and the caller that waits for its answer."""
+
+    request: Request
+    answer: asyncio.Future[Reply]
 
 
 class RoundConnection:
@@ -27,11 +41,13 @@ class RoundConnection:
         self._limits = limits
         self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._call: Any = rounds_pb2_grpc.RoundServiceStub(self._channel).Rounds()
-        self._answers: dict[bytes, asyncio.Future[Reply]] = {}
+        self._pending: dict[bytes, _Pending] = {}
         self._outgoing: list[pb.EngineRequest] = []
         self._waiting = asyncio.Event()
         self._lost: EngineLost | None = None
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        self._tasks = [
+            asyncio.create_task(self._until_lost(half)) for half in (self._read, self._write)
+        ]
 
     @property
     def is_lost(self) -> bool:
@@ -41,24 +57,24 @@ class RoundConnection:
         return RemoteSession(self, session_id)
 
     async def call(self, session_id: bytes, request: Request) -> Reply:
-        """Send a request and wait for its reply; a session has one under way at most.
+        """Send a request and wait for its reply.
 
         Raises:
-            EngineLost: the stream is broken.
+            EngineLost: the stream is broken, or the reply makes no sense.
+            SpecdecError: a request of this session is under way already.
         """
         if self._lost is not None:
-            raise self._lost
-        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._answers[session_id] = answer
+            raise EngineLost(str(self._lost))
+        if session_id in self._pending:
+            raise SpecdecError("a request of this session is under way")
         self._outgoing.append(encode_request(request))
+        pending = _Pending(request, asyncio.get_running_loop().create_future())
+        self._pending[session_id] = pending
         self._waiting.set()
         try:
-            return await answer
+            return await pending.answer
         finally:
-            # A late reply to a caller that gave up finds no one, or the session's next request,
-            # whose caller sees that it answers another round.
-            if self._answers.get(session_id) is answer:
-                del self._answers[session_id]
+            del self._pending[session_id]
 
     async def aclose(self) -> None:
         self._fail(EngineLost(f"the connection to {self.address} was closed"))
@@ -67,47 +83,66 @@ class RoundConnection:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()
 
-    async def _write(self) -> None:
+    async def _until_lost(self, half: Callable[[], Awaitable[None]]) -> None:
+        """Run one half of the stream. However it ends, nobody must go on waiting for it: a stream
+        that the peer cancels surfaces as CancelledError here."""
         try:
-            while True:
-                await self._waiting.wait()
-                self._waiting.clear()
-                frame = pb.RoundsRequest(requests=self._outgoing)
-                self._outgoing = []
-                await self._call.write(frame)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            self._fail(self._loss(error))
+            await half()
+        except (Exception, asyncio.CancelledError) as error:
+            self._fail(EngineLost(f"the stream to {self.address} broke: {_cause(error)}"))
+        else:
+            self._fail(EngineLost(f"{self.address} ended the stream"))
+
+    async def _write(self) -> None:
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            requests, self._outgoing = self._outgoing, []
+            for batch in split_frames(requests, self._limits):
+                await self._call.write(pb.RoundsRequest(requests=batch))
 
     async def _read(self) -> None:
-        try:
-            async for frame in self._call:
-                for message in frame.replies:
-                    self._settle(message)
-            self._fail(EngineLost(f"{self.address} ended the stream"))
-        except grpc.RpcError as error:
-            self._fail(self._loss(error))
+        async for frame in self._call:
+            check_frame(frame.replies, self._limits)
+            for message in frame.replies:
+                self._settle(message)
 
     def _settle(self, message: pb.EngineReply) -> None:
-        answer = self._answers.get(session_of_reply(message))
-        if answer is None or answer.done():
-            return
+        pending = self._pending.get(session_of_reply(message))
+        if pending is None or pending.answer.done():
+            return  # its caller has given up
         try:
-            answer.set_result(decode_reply(message, self._limits))
+            reply = decode_reply(message, self._limits)
         except InvalidParameter as error:
-            answer.set_exception(EngineLost(f"malformed reply of {self.address}: {error}"))
-
-    def _loss(self, error: BaseException) -> EngineLost:
-        code = (
-            error.code().name if isinstance(error, grpc.aio.AioRpcError) else type(error).__name__
-        )
-        return EngineLost(f"the stream to {self.address} broke: {code}")
+            loss = EngineLost(f"malformed reply of {self.address}: {error}")
+            pending.answer.set_exception(loss)
+        else:
+            if not _is_late(reply, pending.request):
+                pending.answer.set_result(reply)
 
     def _fail(self, loss: EngineLost) -> None:
-        if self._lost is None:
-            self._lost = loss
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(EngineLost(str(self._lost)))
+        if self._lost is not None:
+            return
+        self._lost = loss
+        self._call.cancel()
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(EngineLost(str(loss)))
+
+
+def _is_late(reply: Reply, request: Request) -> bool:
+    """Whether this answers an earlier request of the session, whose caller has given up."""
+    if isinstance(reply, Verdict) and isinstance(request, Verify):
+        return reply.round < request.round
+    if isinstance(reply, Proposal) and isinstance(request, Propose):
+        return reply.base_length < request.handle.length + len(request.tokens)
+    return False
+
+
+def _cause(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return f"{type(error).__name__}: {error}"
 
 
 class RemoteSession:
@@ -126,7 +161,7 @@ class RemoteSession:
 
 
 class ConnectionCache:
-    """One live connection per address."""
+    """One live connection per address; lost ones are closed when another one is made."""
 
     def __init__(self, limits: WireLimits) -> None:
         self._limits = limits
@@ -136,13 +171,20 @@ class ConnectionCache:
     def get(self, address: str) -> RoundConnection:
         connection = self._connections.get(address)
         if connection is None or connection.is_lost:
-            if connection is not None:
-                closing = asyncio.create_task(connection.aclose())
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+            self._drop_lost()
             connection = self._connections[address] = RoundConnection(address, self._limits)
         return connection
 
     async def aclose(self) -> None:
         connections, self._connections = self._connections, {}
         await asyncio.gather(*(connection.aclose() for connection in connections.values()))
+
+    def _drop_lost(self) -> None:
+        """Close every lost connection: a restarted replica has another address, so nobody would
+        ask for the old one again."""
+        for address, connection in list(self._connections.items()):
+            if connection.is_lost:
+                del self._connections[address]
+                closing = asyncio.create_task(connection.aclose())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)

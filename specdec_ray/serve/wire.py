@@ -1,10 +1,11 @@
 """Engine messages to protobuf and back. Decoding trusts nothing: every length and id is checked
 before anything is built from it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from specdec_ray.engine import messages as m
@@ -15,8 +16,12 @@ from specdec_ray.speculation.proposal import DraftProbs, Rule
 from specdec_ray.speculation.tree import TokenTree
 
 SESSION_ID_BYTES = 16
+MAX_FRAME_BYTES = 16 * 2**20
+MAX_TEXT_CHARS = 1024  # of a replica's id and of a refusal's message
+MAX_RETRY_AFTER_S = 3600.0
 
 V = TypeVar("V")
+M = TypeVar("M", pb.EngineRequest, pb.EngineReply)
 
 _RULES = {Rule.COUPLED: pb.RULE_COUPLED, Rule.REJECTION: pb.RULE_REJECTION}
 _CODES = {code: getattr(pb, f"REFUSAL_CODE_{code.name}") for code in m.RefusalCode}
@@ -32,11 +37,36 @@ class WireLimits:
         max_context_tokens: tokens of a context or of its missing part.
         max_nodes: nodes of a tree.
         max_support: ids that a node's draft distribution may name.
+        max_messages_per_frame: messages of one frame.
     """
 
     max_context_tokens: int
     max_nodes: int = 64
     max_support: int = 64
+    max_messages_per_frame: int = 4096
+
+
+def split_frames(messages: Sequence[M], limits: WireLimits) -> Iterator[Sequence[M]]:
+    """Cut what waits to be sent into as few frames as the limits of size and count allow.
+
+    gRPC breaks the whole stream over a frame that is too large, and a lost target makes hundreds
+    of sessions send their contexts at once.
+    """
+    start = size = 0
+    for at, message in enumerate(messages):
+        length = message.ByteSize() + 8  # its tag and length in the frame
+        full = size + length > MAX_FRAME_BYTES or at - start == limits.max_messages_per_frame
+        if full and at > start:
+            yield messages[start:at]
+            start, size = at, 0
+        size += length
+    if start < len(messages):
+        yield messages[start:]
+
+
+def check_frame(messages: Sequence[M], limits: WireLimits) -> None:
+    """Raise InvalidParameter if a peer's frame carries more messages than allowed."""
+    _check_count("frame", messages, limits.max_messages_per_frame)
 
 
 def encode_request(request: m.Request) -> pb.EngineRequest:
@@ -90,7 +120,7 @@ def encode_reply(reply: m.Reply) -> pb.EngineReply:
     refused = pb.Refused(
         session_id=reply.session_id,
         code=_CODES[reply.code],
-        message=reply.message,
+        message=reply.message[:MAX_TEXT_CHARS],
         known_length=reply.known_length,
         retry_after_s=reply.retry_after_s,
     )
@@ -190,6 +220,10 @@ def _decode_proposal(message: pb.Proposal, limits: WireLimits) -> m.Proposal:
 
 def _decode_verdict(message: pb.Verdict, limits: WireLimits) -> m.Verdict:
     _check_count("emitted", message.emitted, limits.max_nodes + 1)
+    if len(message.emitted) != message.accepted + 1:
+        raise InvalidParameter(
+            "emitted", f"must hold {message.accepted + 1} tokens, got {len(message.emitted)}"
+        )
     return m.Verdict(
         _decode_handle(message.handle),
         message.round,
@@ -200,6 +234,11 @@ def _decode_verdict(message: pb.Verdict, limits: WireLimits) -> m.Verdict:
 
 
 def _decode_refused(message: pb.Refused, limits: WireLimits) -> m.Refused:
+    _check_count("message", message.message, MAX_TEXT_CHARS)
+    if not 0 <= message.retry_after_s <= MAX_RETRY_AFTER_S:  # refuses NaN, too
+        raise InvalidParameter(
+            "retry_after_s", f"must be in [0, {MAX_RETRY_AFTER_S:g}], got {message.retry_after_s}"
+        )
     return m.Refused(
         _session_id(message.session_id),
         _named(_CODES_BACK, message.code, "code"),
@@ -234,6 +273,7 @@ def _handle(handle: m.CacheHandle) -> pb.CacheHandle:
 
 
 def _decode_handle(handle: pb.CacheHandle) -> m.CacheHandle:
+    _check_count("replica_id", handle.replica_id, MAX_TEXT_CHARS)
     return m.CacheHandle(
         _session_id(handle.session_id),
         handle.replica_id,
@@ -261,6 +301,7 @@ def _tree(tree: TokenTree) -> pb.TokenTree:
 
 def _decode_tree(tree: pb.TokenTree, limits: WireLimits) -> TokenTree:
     _check_count("tree.tokens", tree.tokens, limits.max_nodes)
+    _check_count("tree.parents", tree.parents, limits.max_nodes)
     if not tree.parents:
         return TokenTree.chain(tree.tokens)
     return TokenTree(tuple(tree.tokens), tuple(parent - 1 for parent in tree.parents))
@@ -293,9 +334,10 @@ def _decode_draft_probs(
                 f"draft_probs.{field}", f"has {len(values)} entries, the tree needs {entries}"
             )
     shape = len(tree), probs.width
+    # Through numpy, protobuf copies a field as a whole: 4 us for 5 x 64 entries, against 40 us.
     return DraftProbs(
-        torch.tensor(probs.ids, dtype=torch.int64).view(shape),
-        torch.tensor(probs.probs, dtype=torch.float32).view(shape),
+        torch.from_numpy(np.array(probs.ids, dtype=np.int64)).view(shape),
+        torch.from_numpy(np.array(probs.probs, dtype=np.float32)).view(shape),
     )
 
 
@@ -314,7 +356,7 @@ def _session_id(value: bytes) -> bytes:
     return value
 
 
-def _check_count(field: str, values: Sequence[int], limit: int) -> None:
+def _check_count(field: str, values: Sequence[object], limit: int) -> None:
     if len(values) > limit:
         raise InvalidParameter(field, f"limit is {limit} entries, got {len(values)}")
 

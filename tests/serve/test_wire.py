@@ -1,4 +1,5 @@
 import contextlib
+import math
 
 import pytest
 import torch
@@ -9,14 +10,17 @@ from specdec_ray.engine import messages as m
 from specdec_ray.errors import InvalidParameter
 from specdec_ray.pb import rounds_pb2 as pb
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.serve import wire
 from specdec_ray.serve.wire import (
     WireLimits,
+    check_frame,
     decode_reply,
     decode_request,
     encode_reply,
     encode_request,
     session_of_reply,
     session_of_request,
+    split_frames,
 )
 from specdec_ray.speculation.proposal import DraftProbs, Rule
 from specdec_ray.speculation.tree import ROOT, TokenTree
@@ -49,7 +53,15 @@ REQUESTS = (
 REPLIES = (
     st.builds(m.Opened, HANDLES, TOKENS)
     | st.builds(m.Proposal, HANDLES, U32, TREES)
-    | st.builds(m.Verdict, HANDLES, U32, U32, TOKENS, st.builds(m.Load, U32, U32))
+    | st.builds(
+        lambda handle, number, tokens, load: m.Verdict(
+            handle, number, len(tokens) - 1, tokens, load
+        ),
+        HANDLES,
+        U32,
+        TOKENS.filter(len),
+        st.builds(m.Load, U32, U32),
+    )
     | st.builds(
         m.Refused,
         SESSION,
@@ -127,6 +139,26 @@ HOSTILE = {
         ),
         "parents",
     ),
+    "more parents than nodes allowed": (
+        pb.EngineRequest(
+            verify=pb.Verify(handle=HANDLE, tree=pb.TokenTree(tokens=[1], parents=[0] * 9))
+        ),
+        "tree.parents",
+    ),
+    "parents of no node": (
+        pb.EngineRequest(verify=pb.Verify(handle=HANDLE, tree=pb.TokenTree(parents=[0]))),
+        "parents",
+    ),
+    "long replica id": (
+        pb.EngineRequest(
+            propose=pb.Propose(handle=pb.CacheHandle(session_id=SESSION_ID, replica_id="r" * 1025))
+        ),
+        "replica_id",
+    ),
+    "q of no width": (
+        pb.EngineRequest(verify=pb.Verify(handle=HANDLE, draft_probs=pb.DraftProbs())),
+        "width",
+    ),
     "q too wide": (
         pb.EngineRequest(
             verify=pb.Verify(
@@ -155,6 +187,93 @@ def test_hostile_messages_are_refused(case):
     message, named = HOSTILE[case]
     with pytest.raises(InvalidParameter, match=named):
         decode_request(message, LIMITS)
+
+
+def refused(**fields):
+    return pb.EngineReply(refused=pb.Refused(session_id=SESSION_ID, code=6, **fields))
+
+
+def verdict(accepted, emitted):
+    return pb.EngineReply(verdict=pb.Verdict(handle=HANDLE, accepted=accepted, emitted=emitted))
+
+
+HOSTILE_REPLIES = {
+    "nothing": (pb.EngineReply(), "reply"),
+    "no code": (pb.EngineReply(refused=pb.Refused(session_id=SESSION_ID)), "code"),
+    "a code of the future": (
+        pb.EngineReply(refused=pb.Refused(session_id=SESSION_ID, code=99)),
+        "code",
+    ),
+    "long message": (refused(message="x" * 1025), "message"),
+    "retry never": (refused(retry_after_s=math.inf), "retry_after_s"),
+    "retry nan": (refused(retry_after_s=math.nan), "retry_after_s"),
+    "retry in the past": (refused(retry_after_s=-1.0), "retry_after_s"),
+    "verdict without a token": (verdict(0, []), "emitted"),
+    "verdict that accepts more than it emits": (verdict(2, [1, 2]), "emitted"),
+    "verdict that emits more than it accepts": (verdict(0, [1, 2]), "emitted"),
+    "long verdict": (verdict(9, [1] * 10), "emitted"),
+    "long opening": (pb.EngineReply(opened=pb.Opened(handle=HANDLE, emitted=[1] * 10)), "emitted"),
+    "nodes": (
+        pb.EngineReply(proposal=pb.Proposal(handle=HANDLE, tree=pb.TokenTree(tokens=[1] * 9))),
+        "tree",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(HOSTILE_REPLIES))
+def test_hostile_replies_are_refused(case):
+    message, named = HOSTILE_REPLIES[case]
+    with pytest.raises(InvalidParameter, match=named):
+        decode_reply(message, LIMITS)
+
+
+@pytest.mark.parametrize("nodes", [0, 8])
+def test_any_number_of_nodes_up_to_the_limit_is_legal(nodes):
+    handle = m.CacheHandle(SESSION_ID, "r", 1, 0, 5)
+    for draft_probs in (None, DraftProbs(torch.zeros(nodes, 4).long(), torch.zeros(nodes, 4))):
+        verify = m.Verify(handle, 1, 6, TokenTree.chain((3,) * nodes), draft_probs)
+        decoded = decode_request(encode_request(verify), LIMITS)
+        assert decoded.tree == verify.tree
+        assert draft_probs is None or decoded.draft_probs.ids.shape == (nodes, 4)
+
+
+def test_a_refusal_says_no_more_than_a_peer_takes():
+    reply = m.Refused(SESSION_ID, m.RefusalCode.FAILED, "x" * 5000)
+    assert decode_reply(encode_reply(reply), LIMITS).message == "x" * wire.MAX_TEXT_CHARS
+
+
+@given(st.lists(st.integers(0, 300), max_size=40), st.integers(1, 5), st.integers(1, 600))
+def test_frames_hold_every_message_in_order_within_the_limits(sizes, max_messages, max_bytes):
+    limits = WireLimits(100, max_messages_per_frame=max_messages)
+    messages = [encode_request(m.Open(SESSION_ID, (n,) * n, *OPENING)) for n in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "MAX_FRAME_BYTES", max_bytes)
+        batches = list(split_frames(messages, limits))
+    assert [message for batch in batches for message in batch] == messages
+    for batch in batches:
+        check_frame(batch, limits)
+        assert len(batch) == 1 or pb.RoundsRequest(requests=batch).ByteSize() <= max_bytes
+
+
+OPENING = (SamplingParams(), Rule.COUPLED, 100)
+
+
+def test_frames_are_as_few_as_the_count_allows():
+    messages = [encode_request(m.Close(SESSION_ID))] * 9
+    limits = WireLimits(100, max_messages_per_frame=4)
+    assert [len(batch) for batch in split_frames(messages, limits)] == [4, 4, 1]
+    with pytest.raises(InvalidParameter, match="frame"):
+        check_frame(messages, limits)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_reply_or_refused(data):
+    try:
+        message = pb.EngineReply.FromString(data)
+    except Exception:
+        return
+    with contextlib.suppress(InvalidParameter):
+        decode_reply(message, LIMITS)
 
 
 @given(st.binary(max_size=60))
