@@ -1,13 +1,15 @@
 """What a router adds to a round, on a real cluster of this machine: time, and its own CPU.
 
-A stream's wall time less the time both engines were busy is what everything else took: the round
-loop, both gRPC streams, detokenisation, the HTTP answer and its proxy. It is divided by the rounds.
-The router's CPU time comes from the process itself.
+The median gap between a stream's chunks, one per round, less the time both engines were busy in a
+round is what everything else adds: the round loop, both gRPC streams, detokenisation, the HTTP
+answer and its proxy. The router's CPU time is that of its process, with the set-up of the requests
+and all that Ray runs in it; the same is measured while nothing is asked of it.
 
     python benchmarks/round_overhead.py [--target FOLDER --draft FOLDER] [--runs 9] [--json FILE]
 """
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -31,6 +33,7 @@ from specdec_ray.serve import build_app
 
 APP = "specdec"
 ALLOWED_MS, ALLOWED_CPU_MS = 2.0, 1.5
+IDLE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Run:
 
     Attributes:
         streams: generations at once.
-        added_ms: wall time less engine time; defined for one stream only.
+        added_ms: median gap between chunks less engine time; defined for one stream only.
         router_cpu_ms: CPU time of the router's process.
     """
 
@@ -61,12 +64,14 @@ def main() -> None:
     print(machine(threads=1))
     with _service(arguments.target, arguments.draft) as url:
         _load(url, 1, arguments.tokens)  # warm
+        idle = _idle_cpu_ms_per_s()
         runs = [
             _measured(url, streams, arguments.tokens)
             for _ in range(arguments.runs)
             for streams in (1, 8)
         ]
     _report(runs)
+    print(f"router CPU while idle: {idle:.0f} ms a second")
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(run) for run in runs], indent=1))
 
@@ -98,22 +103,30 @@ def _service(target: str, draft: str) -> Iterator[str]:
 
 def _measured(url: str, streams: int, tokens: int) -> Run:
     router = _process("Router")
-    busy, cpu, started = _busy_s(), _cpu_s(router), time.perf_counter()
-    rounds = _load(url, streams, tokens)
-    wall = time.perf_counter() - started
+    busy, cpu = _busy_s(), _cpu_s(router)
+    arrivals = _load(url, streams, tokens)
     busy, cpu = _busy_s() - busy, _cpu_s(router) - cpu
+    rounds = len(arrivals) - streams  # a stream's first chunk comes from its prefill
+    gap = statistics.median(b - a for a, b in itertools.pairwise(arrivals))
     return Run(
         streams=streams,
         rounds=rounds,
         engines_ms=1e3 * busy / rounds,
-        added_ms=1e3 * (wall - busy) / rounds if streams == 1 else None,
+        added_ms=1e3 * (gap - busy / rounds) if streams == 1 else None,
         router_cpu_ms=1e3 * cpu / rounds,
     )
 
 
-def _load(url: str, streams: int, tokens: int) -> int:
-    """Run that many choices of one streamed request; the rounds they took."""
-    chunks = 0
+def _idle_cpu_ms_per_s() -> float:
+    """What the router's process takes while nothing is asked of it."""
+    router = _process("Router")
+    before = _cpu_s(router)
+    time.sleep(IDLE_S)
+    return 1e3 * (_cpu_s(router) - before) / IDLE_S
+
+
+def _load(url: str, streams: int, tokens: int) -> list[float]:
+    """Run that many choices of one streamed request; when each chunk came, in seconds."""
     body: dict[str, Any] = {
         "prompt": "The standard library",
         "max_tokens": tokens,
@@ -124,10 +137,7 @@ def _load(url: str, streams: int, tokens: int) -> int:
     }
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
         response.raise_for_status()
-        for line in response.iter_lines():
-            # One chunk is one round; a stream's first comes from its prefill.
-            chunks += line.startswith("data: {")
-    return chunks - streams
+        return [time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")]
 
 
 def _busy_s() -> float:
