@@ -13,6 +13,9 @@ import torch
 _GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as int64
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+# A hair below 2**-53: the largest 53-bit word plus a half rounds to 2**53, and w must stay below 1.
+_UNIT = 2.0**-53 * (1 - 2.0**-53)
+_PURPOSE_BITS = 8
 
 
 class Purpose(IntEnum):
@@ -28,9 +31,9 @@ def row_keys(
     seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor, purpose: Purpose
 ) -> torch.Tensor:
     """Keys of rows. All tensors int64 [N]."""
-    key = _mix(seeds + _GAMMA)
-    key = _mix(key ^ (choices * len(Purpose) + int(purpose)) * _GAMMA)
-    return _mix(key + positions * _GAMMA)
+    key = _mix_(seeds + _GAMMA)
+    key = _mix_(key ^ ((choices << _PURPOSE_BITS) + int(purpose)) * _GAMMA)
+    return _mix_(key + positions * _GAMMA)
 
 
 def exponential(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -47,25 +50,25 @@ def exponential(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     Returns:
         float64 [N, S], positive and finite.
     """
-    return -torch.log1p(-_unit(keys[:, None] + token_ids * _GAMMA))
+    return _unit_(keys[:, None] + (token_ids + 1) * _GAMMA).neg_().log1p_().neg_()
 
 
 def uniform(keys: torch.Tensor) -> torch.Tensor:
     """One uniform number in (0, 1) per row: float64 [N]."""
-    return _unit(keys)
+    return _unit_(keys + _GAMMA)
 
 
-def _unit(state: torch.Tensor) -> torch.Tensor:
-    bits = _shift(_mix(state + _GAMMA), 11)
-    return (bits.double() + 0.5) * 2.0**-53
+def _unit_(state: torch.Tensor) -> torch.Tensor:
+    return _shift(_mix_(state), 11).double().add_(0.5).mul_(_UNIT)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """SplitMix64's finaliser, in place: fresh temporaries of a whole vocabulary took longer."""
+    x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift; int64's own is arithmetic."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

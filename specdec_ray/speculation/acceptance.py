@@ -6,7 +6,7 @@ node `i`. A row's distribution is that of the token *after* its own, chosen at a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,11 +15,15 @@ from specdec_ray.sampling.noise import Purpose, exponential, row_keys, uniform
 from specdec_ray.speculation.proposal import DraftProbs
 from specdec_ray.speculation.tree import ROOT, TokenTree
 
+INVALID = -1  # the token of a row whose logits are NaN or have no finite maximum
+INCOMPLETE = -2  # the token of a row whose distribution had too few candidates
+
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Temperature 0: each row's token is its argmax; a node equal to its parent row's token is
-    accepted. int64 [N] from float32 [N, V]."""
-    return logits.argmax(-1)
+    """Temperature 0: each row's token is its argmax, the first of several; a node equal to its
+    parent row's token is accepted. int64 [N] from float32 [N, V]."""
+    best, tokens = logits.max(-1)
+    return torch.where(best.isfinite(), tokens, INVALID)
 
 
 def coupled(target: Distribution, rows: RowParams) -> torch.Tensor:
@@ -37,49 +41,53 @@ def coupled(target: Distribution, rows: RowParams) -> torch.Tensor:
 
 
 def rejection(
-    target: Distribution, vocab: int, rows: RowParams, children: torch.Tensor, draft: DraftProbs
+    target: Distribution, rows: RowParams, children: torch.Tensor, draft: DraftProbs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling on chains: accept x with probability min(1, p(x)/q(x)), else draw from
     the residual norm(max(p - q, 0)); a row without a child draws from p.
 
     Leviathan, Kalman, Matias 2023; Chen et al. 2023. Exact because
-    min(p, q) + (1 - sum min(p, q)) * residual = p, for the q that was really sampled from.
+    min(p, q) + (1 - sum min(p, q)) * residual = p, for the q that was really sampled from; coin
+    and residual draw must be independent of the draw from q and of each other.
 
     Args:
         target: distributions of N rows.
-        vocab: V.
         children: int64 [N], the drafted token below each row, -1 where there is none.
         draft: q of the rows' children, [N, m]; zero rows where there is no child.
 
     Returns:
         bool [N] whether the child is accepted, int64 [N] the token if it is not.
     """
-    n = children.shape[0]
-    dense = target.probs.new_zeros(n, vocab).double()
-    p = dense.scatter(1, target.ids, target.probs.double())
+    accept_probs, residual = rejection_law(target, children, draft)
+    accepted = uniform(_keys(rows, Purpose.ACCEPT)) < accept_probs
+    return accepted, race(residual, rows, Purpose.RESIDUAL)
+
+
+def rejection_law(
+    target: Distribution, children: torch.Tensor, draft: DraftProbs
+) -> tuple[torch.Tensor, Distribution]:
+    """The two laws of `rejection`: float64 [N] min(1, p(x)/q(x)) of the children, 0 without one,
+    and the residual, not normalised, on the target's support."""
+    columns, held = target.find(torch.cat((children[:, None], draft.ids), 1))
+    p = target.probs.double()
     q = draft.probs.double()
-    p_child = p.gather(1, children.clamp(min=0)[:, None])[:, 0]
+    p_child = (p.gather(1, columns[:, :1]) * held[:, :1])[:, 0]
     q_child = (q * (draft.ids == children[:, None])).sum(-1)
-    coins = uniform(_keys(rows, Purpose.ACCEPT))
-    accepted = (children >= 0) & (coins * q_child < p_child)
-    residual = p.scatter_add(1, draft.ids, -q).clamp(min=0)
+    accept_probs = torch.where(q_child > 0, (p_child / q_child).clamp(max=1), 0.0)
+    weights = p.scatter_add(1, columns[:, 1:], -q * held[:, 1:]).clamp_(min=0)
     # Without residual mass p equals q and rejection has probability zero; p keeps the draw defined.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
-    ids = torch.arange(vocab, device=p.device).expand_as(p)
-    return accepted, race(Distribution(ids, residual), rows, Purpose.RESIDUAL)
+    weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, p)
+    return accept_probs, replace(target, probs=weights)
 
 
 def race(weights: Distribution, rows: RowParams, purpose: Purpose) -> torch.Tensor:
-    """argmin E/p per row, as argmax p/E: int64 [N].
-
-    Raises:
-        FloatingPointError: the model produced NaN.
-    """
-    noise = exponential(_keys(rows, purpose), weights.ids)
-    best, index = (weights.probs.double() / noise).max(-1)
-    if bool(best.isnan().any()):
-        raise FloatingPointError("the model produced NaN logits")
-    return weights.ids.gather(1, index[:, None])[:, 0]
+    """argmin E/p per row, as argmax p/E: int64 [N], or INVALID or INCOMPLETE."""
+    noise = exponential(_keys(rows, purpose), weights.ids[0] if weights.all_ids else weights.ids)
+    best, column = (weights.probs / noise).max(-1)
+    tokens = weights.ids.gather(1, column[:, None])[:, 0]
+    if weights.complete is not None:
+        tokens = torch.where(weights.complete, tokens, INCOMPLETE)
+    return torch.where(best.isfinite(), tokens, INVALID)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,35 +5,31 @@ host ends a step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import torch
 
-from specdec_ray.sampling.logits import RowParams, distribution
+from specdec_ray.sampling.logits import Distribution, candidate_count, distribution
 from specdec_ray.sampling.noise import Purpose
 from specdec_ray.sampling.params import SamplingParams
-from specdec_ray.speculation.acceptance import Judgement, coupled, greedy, race, rejection, walk
+from specdec_ray.speculation.acceptance import (
+    INCOMPLETE,
+    INVALID,
+    Judgement,
+    coupled,
+    greedy,
+    race,
+    rejection,
+    walk,
+)
+from specdec_ray.speculation.batches import RowGroup, batches
 from specdec_ray.speculation.proposal import DraftProbs, Rule
-from specdec_ray.speculation.tree import TokenTree
+
+__all__ = ["DRAFT_SUPPORT", "DrawRow", "RowGroup", "draw", "judge"]
 
 # Ids a draft samples among: 2.5 KB of q a round at k = 5, whatever the vocabulary.
 DRAFT_SUPPORT = 64
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """One session's rows in a target step.
-
-    Attributes:
-        position: absolute position of the token that the root's row chooses.
-        draft_probs: q of each node, where the rule needs it.
-    """
-
-    params: SamplingParams
-    rule: Rule
-    position: int
-    tree: TokenTree = field(default_factory=TokenTree)
-    draft_probs: DraftProbs | None = None
 
 
 def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) -> list[Judgement]:
@@ -44,25 +40,26 @@ def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) ->
         vocab_limit: ids from here on are padding of the embedding and have probability zero.
 
     Raises:
-        FloatingPointError: the model produced NaN.
+        FloatingPointError: the model produced NaN or a row without a finite maximum.
+        InvalidParameter: the rejection rule is asked to verify more than a chain.
     """
     if not groups:
         return []
     logits = logits[:, :vocab_limit]
-    rejecting, tokens = _RejectionRows(), _Rows(logits)
-    row = 0
-    for group in groups:
-        positions = [group.position, *(group.position + depth for depth in group.tree.depths)]
-        rows = range(row, row + len(positions))
-        if group.rule is Rule.REJECTION and not group.params.greedy:
-            rejecting.add(group, rows, positions)
-        else:
-            tokens.add(group.params, rows, positions)
-        row += len(positions)
-    chosen = tokens.sample()
-    flags = torch.zeros_like(chosen, dtype=torch.bool)
-    rejecting.decide(logits, chosen, flags)
-    return _verdicts(groups, *torch.stack((chosen, flags)).tolist())
+    starts = list(accumulate(map(len, groups), initial=0))
+    tokens, accepted = _decide(logits, groups)
+    spans = [slice(*span) for span in pairwise(starts)]
+    again = [at for at, span in enumerate(spans) if INCOMPLETE in tokens[span]]
+    if again:  # filters that keep more than their candidates: rare, so worth a second copy
+        rows = [row for at in again for row in range(starts[at], starts[at + 1])]
+        redone = _decide(logits[rows], [groups[at] for at in again], every_id=True)
+        for row, token, flag in zip(rows, *redone, strict=True):
+            tokens[row], accepted[row] = token, flag
+    _check(tokens)
+    return [
+        _verdict(group, tokens[span], accepted[span])
+        for group, span in zip(groups, spans, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,125 +81,94 @@ def draw(
 
     Args:
         logits: float32 [N, V], one row per entry of `rows`.
+
+    Raises:
+        FloatingPointError: the model produced NaN or a row without a finite maximum.
     """
     logits = logits[:, :vocab_limit]
-    drawn, racing = _Rows(logits), []
-    for index, row in enumerate(rows):
-        if row.rule is Rule.REJECTION and not row.params.greedy:
-            racing.append(index)
+    groups = [RowGroup(_narrowed(row.params), row.rule, row.position) for row in rows]
+    drawn = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    drawing: list[int] = []
+    laws: list[Distribution] = []
+    for batch in batches(groups, logits, lambda _: DRAFT_SUPPORT):
+        own, index = batch.take(logits), batch.index(logits.device)
+        if batch.rule is None:
+            drawn[index] = greedy(own)
+            continue
+        params = batch.row_params(logits.device)
+        # The draft's law ends at its candidates, so they are always complete.
+        q = replace(distribution(own, params, DRAFT_SUPPORT), complete=None)
+        if batch.rule is Rule.COUPLED:
+            drawn[index] = coupled(q, params)
         else:
-            drawn.add(row.params, [index], [row.position])
-    tokens = drawn.sample(support=DRAFT_SUPPORT)
-    probs: dict[int, DraftProbs] = {}
-    if racing:
-        drawing = torch.tensor(racing, device=logits.device)
-        params = RowParams.of(
-            [rows[i].params for i in racing], [rows[i].position for i in racing], logits.device
-        )
-        q = distribution(logits[drawing], params, support=DRAFT_SUPPORT)
-        tokens[drawing] = race(q, params, Purpose.DRAFT)
-        ids, values = q.ids.cpu(), q.probs.cpu()
-        probs = {row: DraftProbs(ids[i : i + 1], values[i : i + 1]) for i, row in enumerate(racing)}
-    return [(token, probs.get(index)) for index, token in enumerate(tokens.tolist())]
+            drawn[index] = race(q, params, Purpose.DRAFT)
+            drawing += batch.rows
+            laws.append(q)
+    tokens, shipped = _fetch(drawn, laws)
+    _check(tokens)
+    probs = dict(zip(drawing, shipped, strict=True))
+    return [(token, probs.get(row)) for row, token in enumerate(tokens)]
 
 
-class _Rows:
-    """Rows of one step whose token does not depend on the proposal, sampled in at most three
-    batches: greedy ones, ones that top-k bounds, and full ones. A full row would widen the others'
-    support to the vocabulary, and noise is what costs there."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits = logits
-        self._greedy: list[int] = []
-        self._batches: dict[bool, tuple[list[int], list[SamplingParams], list[int]]] = {}
-
-    def add(self, params: SamplingParams, rows: Sequence[int], positions: Sequence[int]) -> None:
-        if params.greedy:
-            self._greedy += rows
-            return
-        batch = self._batches.setdefault(params.top_k > 0, ([], [], []))
-        batch[0].extend(rows)
-        batch[1].extend([params] * len(rows))
-        batch[2].extend(positions)
-
-    def sample(self, support: int | None = None) -> torch.Tensor:
-        """Tokens int64 [R] of all rows; zero where no row was added."""
-        logits = self._logits
-        if len(self._greedy) == len(logits):
-            return greedy(logits)
-        tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        if self._greedy:
-            index = torch.tensor(self._greedy, device=logits.device)
-            tokens[index] = greedy(logits[index])
-        for rows, params, positions in self._batches.values():
-            index = torch.tensor(rows, device=logits.device)
-            row_params = RowParams.of(params, positions, logits.device)
-            tokens[index] = coupled(distribution(logits[index], row_params, support), row_params)
-        return tokens
+def _narrowed(params: SamplingParams) -> SamplingParams:
+    """The request as a draft sees it: filters act within the support that it can ship."""
+    return replace(params, top_k=min(params.top_k or DRAFT_SUPPORT, DRAFT_SUPPORT))
 
 
-class _RejectionRows:
-    """Rows of one step that the rejection rule decides, in one batch."""
-
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._params: list[SamplingParams] = []
-        self._positions: list[int] = []
-        self._children: list[int] = []
-        self._draft: list[DraftProbs | None] = []
-
-    def add(self, group: RowGroup, rows: Sequence[int], positions: Sequence[int]) -> None:
-        self._rows += rows
-        self._params += [group.params] * len(rows)
-        self._positions += positions
-        self._children += [*group.tree.tokens, -1]
-        self._draft.append(group.draft_probs)
-
-    def decide(self, logits: torch.Tensor, tokens: torch.Tensor, flags: torch.Tensor) -> None:
-        """Write the rows' tokens, and their children's acceptance into the children's rows."""
-        if not self._rows:
-            return
-        device = logits.device
-        index = torch.tensor(self._rows, device=device)
-        params = RowParams.of(self._params, self._positions, device)
-        children = torch.tensor(self._children, device=device)
-        target = distribution(logits[index], params)
-        accepted, replacement = rejection(
-            target, logits.shape[1], params, children, self._q(device)
-        )
-        tokens[index] = replacement
-        parents = children >= 0
-        flags[index[parents] + 1] = accepted[parents]
-
-    def _q(self, device: torch.device) -> DraftProbs:
-        """q of every row's child, padded to one width, with a zero row for each last row."""
-        width = max((probs.ids.shape[1] for probs in self._draft if probs is not None), default=1)
-        ids = torch.zeros(len(self._rows), width, dtype=torch.int64)
-        values = torch.zeros(len(self._rows), width)
-        row = 0
-        for probs in self._draft:
-            if probs is not None:
-                nodes, own = probs.ids.shape
-                ids[row : row + nodes, :own] = probs.ids
-                values[row : row + nodes, :own] = probs.probs
-                row += nodes
-            row += 1
-        return DraftProbs(ids.to(device), values.to(device))
-
-
-def _verdicts(groups: Sequence[RowGroup], tokens: list[int], flags: list[int]) -> list[Judgement]:
-    judgements, row = [], 0
-    for group in groups:
-        size = 1 + len(group.tree)
-        own = tokens[row : row + size]
-        if group.rule is Rule.REJECTION and not group.params.greedy:
-            accepted = [bool(flag) for flag in flags[row + 1 : row + size]]
+def _decide(
+    logits: torch.Tensor, groups: Sequence[RowGroup], *, every_id: bool = False
+) -> tuple[list[int], list[int]]:
+    """Each row's token, and whether its child is accepted where a toss decides that."""
+    tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    accepted = torch.zeros_like(tokens)
+    for batch in batches(groups, logits, _all if every_id else candidate_count):
+        own, index = batch.take(logits), batch.index(logits.device)
+        if batch.rule is None:
+            tokens[index] = greedy(own)
+            continue
+        params = batch.row_params(logits.device)
+        target = distribution(own, params, batch.candidates)
+        if batch.rule is Rule.COUPLED:
+            tokens[index] = coupled(target, params)
         else:
-            tree = group.tree
-            accepted = [
-                own[parent + 1] == token
-                for parent, token in zip(tree.parents, tree.tokens, strict=True)
-            ]
-        judgements.append(walk(group.tree, own, accepted))
-        row += size
-    return judgements
+            children, draft = batch.children(logits.device), batch.child_probs(logits.device)
+            flags, tokens[index] = rejection(target, params, children, draft)
+            accepted[index] = flags.long()
+    host_tokens, host_accepted = torch.stack((tokens, accepted)).tolist()
+    return host_tokens, host_accepted
+
+
+def _all(params: SamplingParams) -> None:
+    """Candidates of a row that fewer did not suffice for."""
+
+
+def _verdict(group: RowGroup, tokens: Sequence[int], accepted: Sequence[int]) -> Judgement:
+    tree = group.tree
+    if group.rejects:
+        return walk(tree, tokens, [bool(flag) for flag in accepted[: len(tree)]])
+    equal = [
+        tokens[parent + 1] == token for parent, token in zip(tree.parents, tree.tokens, strict=True)
+    ]
+    return walk(tree, tokens, equal)
+
+
+def _fetch(
+    tokens: torch.Tensor, laws: Sequence[Distribution]
+) -> tuple[list[int], list[DraftProbs]]:
+    """Bring drawn tokens and the laws of some of them to the host in one copy."""
+    if not laws:
+        return tokens.tolist(), []
+    ids = torch.cat([law.ids for law in laws])
+    probs = torch.cat([law.probs for law in laws])
+    bits = probs.view(torch.int32).long()
+    packed = torch.cat((tokens, ids.flatten(), bits.flatten())).cpu()
+    own, id_values, prob_bits = packed.split([len(tokens), ids.numel(), bits.numel()])
+    shipped_ids = id_values.view(ids.shape)
+    shipped_probs = prob_bits.int().view(torch.float32).view(ids.shape)
+    rows = [DraftProbs(shipped_ids[i : i + 1], shipped_probs[i : i + 1]) for i in range(len(ids))]
+    return own.tolist(), rows
+
+
+def _check(tokens: Sequence[int]) -> None:
+    if INVALID in tokens:
+        raise FloatingPointError("the model produced logits that are NaN or have no finite maximum")

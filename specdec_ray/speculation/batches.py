@@ -1,0 +1,134 @@
+"""Rows of one step sorted into batches that one tensor expression decides.
+
+Greedy rows need neither softmax nor noise, and a row that samples from the whole vocabulary would
+widen everyone's support to it, so they are kept apart.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec_ray.errors import InvalidParameter
+from specdec_ray.sampling.logits import RowParams
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.tree import TokenTree
+
+# Elements of a batch. On a CPU float64 temporaries stay below 8 MB: larger ones come fresh from the
+# system each time, which made 48 rows of 152k ids five times slower. A GPU prefers few kernels.
+_CPU_BATCH = 2**20
+_GPU_BATCH = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """One session's rows in a target step.
+
+    Attributes:
+        position: absolute position of the token that the root's row chooses.
+        draft_probs: q of each node under the rejection rule; None if the proposal is
+            deterministic, which makes q one-hot.
+    """
+
+    params: SamplingParams
+    rule: Rule
+    position: int
+    tree: TokenTree = field(default_factory=TokenTree)
+    draft_probs: DraftProbs | None = None
+
+    def __len__(self) -> int:
+        return 1 + len(self.tree)
+
+    @property
+    def rejects(self) -> bool:
+        """Whether acceptance is tossed for; at temperature 0 both rules compare tokens."""
+        return self.rule is Rule.REJECTION and not self.params.greedy
+
+
+@dataclass(slots=True)
+class RowBatch:
+    """Rows of sessions that share a rule and a number of candidates.
+
+    Attributes:
+        rule: None for greedy rows.
+        candidates: see `distribution`.
+        groups: the sessions.
+        rows: the sessions' rows in the step's logits, ascending.
+    """
+
+    rule: Rule | None
+    candidates: int | None
+    groups: list[RowGroup] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    def add(self, group: RowGroup, first_row: int) -> None:
+        self.groups.append(group)
+        self.rows.extend(range(first_row, first_row + len(group)))
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.rows, device=device)
+
+    def take(self, logits: torch.Tensor) -> torch.Tensor:
+        """The batch's rows, without a copy where it has them all."""
+        return logits if len(self.rows) == len(logits) else logits[self.index(logits.device)]
+
+    def row_params(self, device: torch.device) -> RowParams:
+        params = [group.params for group in self.groups for _ in range(len(group))]
+        positions = [
+            group.position + depth for group in self.groups for depth in (0, *group.tree.depths)
+        ]
+        return RowParams.of(params, positions, device)
+
+    def children(self, device: torch.device) -> torch.Tensor:
+        """The chain's next token below each row, -1 below the last: int64 [N]."""
+        return torch.tensor(
+            [token for group in self.groups for token in (*group.tree.tokens, -1)], device=device
+        )
+
+    def child_probs(self, device: torch.device) -> DraftProbs:
+        """q of each row's child, padded to one width; a zero row below the last."""
+        shipped = [group.draft_probs for group in self.groups if group.draft_probs is not None]
+        width = max((probs.ids.shape[1] for probs in shipped), default=1)
+        ids = torch.zeros(len(self.rows), width, dtype=torch.int64)
+        values = torch.zeros(len(self.rows), width)
+        row = 0
+        for group in self.groups:
+            nodes, probs = slice(row, row + len(group.tree)), group.draft_probs
+            if probs is None:
+                ids[nodes, 0] = torch.tensor(group.tree.tokens, dtype=torch.int64)
+                values[nodes, 0] = 1.0
+            else:
+                ids[nodes, : probs.ids.shape[1]] = probs.ids
+                values[nodes, : probs.ids.shape[1]] = probs.probs
+            row += len(group)
+        return DraftProbs(ids.to(device), values.to(device))
+
+
+def batches(
+    groups: Sequence[RowGroup],
+    logits: torch.Tensor,
+    candidates: Callable[[SamplingParams], int | None],
+) -> Iterable[RowBatch]:
+    """The batches of a step whose groups' rows follow each other in `logits` [R, V].
+
+    Raises:
+        InvalidParameter: the rejection rule is asked to verify more than a chain.
+    """
+    capacity = _CPU_BATCH if logits.device.type == "cpu" else _GPU_BATCH
+    full: list[RowBatch] = []
+    filling: dict[tuple[Rule | None, int | None], RowBatch] = {}
+    row = 0
+    for group in groups:
+        if group.rejects and not group.tree.is_chain:
+            raise InvalidParameter("parents", "the rejection rule verifies chains only")
+        greedy = group.params.greedy
+        key = (None, None) if greedy else (group.rule, candidates(group.params))
+        batch = filling.setdefault(key, RowBatch(*key))
+        width = 1 if greedy else key[1] or logits.shape[1]
+        if batch.rows and (len(batch.rows) + len(group)) * width > capacity:
+            full.append(batch)
+            batch = filling[key] = RowBatch(*key)
+        batch.add(group, row)
+        row += len(group)
+    return full + list(filling.values())

@@ -1,0 +1,142 @@
+"""A toy pair whose distributions depend on the last token, and whole texts written with it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from specdec_ray.sampling.logits import RowParams, distribution
+from specdec_ray.sampling.noise import Purpose
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.acceptance import coupled, race, rejection
+from specdec_ray.speculation.proposal import DraftProbs, Rule
+
+START = 1
+
+
+class Toy:
+    """Logits float32 [V, V] of the token after each token."""
+
+    def __init__(self, target: np.ndarray, draft: np.ndarray) -> None:
+        self.vocab = len(target)
+        self.target = torch.tensor(target).log().float()
+        self.draft = torch.tensor(draft).log().float()
+
+    def target_probs(self, params: SamplingParams) -> torch.Tensor:
+        """Processed target distributions, float64 [V, V]."""
+        sparse = distribution(self.target, rows_of(params, self.vocab))
+        dense = torch.zeros(self.vocab, self.vocab).scatter(1, sparse.ids, sparse.probs)
+        return dense.double()
+
+    def texts_law(self, params: SamplingParams, length: int) -> np.ndarray:
+        """Probability of every text of `length` tokens, flat in lexicographic order."""
+        table = self.target_probs(params)
+        law = table[START]
+        for _ in range(length - 1):
+            law = law[..., None] * table.reshape((1,) * (law.dim() - 1) + table.shape)
+        return law.flatten().numpy()
+
+
+def rows_of(params: SamplingParams, n: int, position: torch.Tensor | None = None) -> RowParams:
+    """N rows of one request that differ by their seed, 0 to n - 1."""
+    one = RowParams.of([params], [0], torch.device("cpu"))
+    fields = ("temperature", "top_p", "min_p", "top_k", "choice", "position")
+    rows = replace(one, **{name: getattr(one, name).expand(n) for name in fields})
+    rows = replace(rows, seed=torch.arange(n))
+    return rows if position is None else replace(rows, position=position)
+
+
+def write(toy: Toy, params: SamplingParams, rule: Rule, k: int, n: int, length: int):
+    """Texts int64 [n, length] of n seeds, each in as many rounds as it takes."""
+    text = torch.zeros(n, 1 + length + k + 1, dtype=torch.int64)
+    text[:, 0] = START
+    known = torch.ones(n, dtype=torch.int64)
+    every = torch.arange(n)
+    while int(known.min()) < 1 + length:
+        chain, laws = [text[every, known - 1]], []
+        for depth in range(k):
+            rows = rows_of(params, n, known + depth)
+            q = replace(distribution(toy.draft[chain[-1]], rows, 64), complete=None)
+            purpose = Purpose.COUPLED if rule is Rule.COUPLED else Purpose.DRAFT
+            chain.append(race(q, rows, purpose))
+            laws.append(DraftProbs(q.ids, q.probs))
+        base, alive = known.clone(), torch.ones(n, dtype=torch.bool)
+        for depth in range(k + 1):
+            rows = rows_of(params, n, base + depth)
+            p = distribution(toy.target[chain[depth]], rows)
+            child = chain[depth + 1] if depth < k else torch.full((n,), -1)
+            if rule is Rule.COUPLED:
+                token = coupled(p, rows)
+                accepted = token == child
+            else:
+                none = DraftProbs(p.ids[:, :1], torch.zeros(n, 1))
+                accepted, token = rejection(p, rows, child, laws[depth] if depth < k else none)
+                token = torch.where(accepted, child, token)
+            alive &= known < text.shape[1]
+            text[every[alive], known[alive]] = token[alive]
+            known += alive
+            alive = alive & accepted
+    return text[:, 1 : 1 + length]
+
+
+def agrees(texts: torch.Tensor, law: np.ndarray, vocab: int) -> bool:
+    """Chi-square at 1e-4, cells below 5 pooled; nothing may fall where the law has no mass."""
+    index = torch.zeros(len(texts), dtype=torch.int64)
+    for column in texts.T:
+        index = index * vocab + column
+    counts = np.bincount(index.numpy(), minlength=len(law))
+    expected = law / law.sum() * len(texts)
+    if counts[law < 1e-11].any():
+        return False
+    often = expected >= 5
+    observed = [*counts[often], counts[~often].sum()]
+    wanted = [*expected[often], expected[~often].sum()]
+    if wanted[-1] < 5:  # too rare for a cell of its own
+        observed[-2:], wanted[-2:] = [sum(observed[-2:])], [sum(wanted[-2:])]
+    if len(wanted) == 1:
+        return True
+    wanted = np.array(wanted) / sum(wanted) * sum(observed)
+    return bool(stats.chisquare(observed, wanted).pvalue > 1e-4)
+
+
+@pytest.fixture(scope="session")
+def make_toy() -> Callable[..., Toy]:
+    """Toys by name: how target and draft relate."""
+
+    def make(kind: str, vocab: int = 4, seed: int = 3) -> Toy:
+        rng = np.random.default_rng(seed)
+        target, draft = (rng.dirichlet(np.ones(vocab), vocab) for _ in range(2))
+        if kind == "equal":
+            draft = target
+        elif kind == "one_hot_draft":
+            draft = np.eye(vocab)[rng.permutation(vocab)]
+        elif kind == "one_hot_target":
+            target = np.eye(vocab)[rng.permutation(vocab)]
+        elif kind == "disjoint":
+            low = np.arange(vocab) < vocab // 2
+            target, draft = target * low, draft * ~low
+        elif kind == "peaked":
+            target = rng.dirichlet(0.2 * np.ones(vocab), vocab)
+        else:
+            assert kind == "random"
+        return Toy(*(table / table.sum(-1, keepdims=True) for table in (target, draft)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def write_texts():
+    return write
+
+
+@pytest.fixture(scope="session")
+def follows_law():
+    return agrees
+
+
+@pytest.fixture(scope="session")
+def seed_rows():
+    return rows_of
