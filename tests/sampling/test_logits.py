@@ -20,6 +20,7 @@ from specdec_ray.sampling.logits import (
 from specdec_ray.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
+TINY = 1e-37  # below, float32 rounds a kept token's probability to zero now and then
 
 
 def sparse(logits, params, candidates=None):
@@ -63,7 +64,7 @@ def test_equals_the_warpers_of_transformers(params, seed, masked):
     for row, own in enumerate(params):
         expected = warped(logits[row : row + 1], own)[0].float()
         torch.testing.assert_close(got[row], expected, rtol=1e-5, atol=1e-7)
-        assert torch.equal(got[row] > 0, expected > 0)
+        assert torch.equal(got[row] > TINY, expected > TINY)
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,7 +80,7 @@ def test_tied_tokens_stay_or_go_together(own, values):
     if own.top_p == 1:
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
     else:
-        assert bool((got[expected > 0] > 0).all())
+        assert bool((got[expected > TINY] > 0).all())
 
 
 @settings(max_examples=100, deadline=None)
@@ -92,9 +93,9 @@ def test_candidates_that_suffice_change_nothing(own, seed, candidates):
     if bool(result.complete):
         got = torch.zeros_like(logits).scatter(1, result.ids, result.probs)
         torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-7)
-        assert torch.equal(got > 0, whole > 0)
+        assert torch.equal(got > TINY, whole > TINY)
     else:
-        assert int((whole > 0).sum()) >= candidates
+        assert own.top_k > candidates or int((whole > 0).sum()) >= candidates
 
 
 def test_does_not_change_the_callers_logits():
