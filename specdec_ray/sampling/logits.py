@@ -124,9 +124,9 @@ def distribution(
     values, ids = logits.topk(count)
     scaled = values.double() / rows.temperature[:, None]
     weights = _filtered(scaled, rows, logits if count < vocab else None)
-    # A top-p counts against the mass of all k, which fewer candidates than k do not tell.
-    complete = (weights[:, -1] == 0) & (rows.top_k <= count) if count < vocab else None
     probs = (weights / weights.sum(-1, keepdim=True)).float()
+    # A top-p counts against the mass of all k, which fewer candidates than k do not tell.
+    complete = (probs[:, -1] == 0) & (rows.top_k <= count) if count < vocab else None
     return Distribution(ids, probs, complete=complete)
 
 

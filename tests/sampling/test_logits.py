@@ -54,7 +54,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(PARAMS, min_size=1, max_size=4), st.integers(0, 10_000), st.booleans())
 def test_equals_the_warpers_of_transformers(params, seed, masked):
     logits = 3 * torch.randn(len(params), 40, generator=torch.Generator().manual_seed(seed))
@@ -67,7 +67,7 @@ def test_equals_the_warpers_of_transformers(params, seed, masked):
         assert torch.equal(got[row] > TINY, expected > TINY)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(PARAMS, st.lists(st.integers(-3, 3), min_size=40, max_size=40))
 def test_tied_tokens_stay_or_go_together(own, values):
     """Equal logits have equal probabilities. transformers agrees about top-k and min-p; its top-p
@@ -83,7 +83,7 @@ def test_tied_tokens_stay_or_go_together(own, values):
         assert bool((got[expected > TINY] > 0).all())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(PARAMS, st.integers(0, 10_000), st.sampled_from([8, 64, 300]))
 def test_candidates_that_suffice_change_nothing(own, seed, candidates):
     """Looking at some ids only gives the whole vocabulary's law, or says that it did not."""
