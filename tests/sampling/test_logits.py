@@ -144,17 +144,20 @@ def test_fewer_candidates_bound_the_support():
 
 
 def test_top_p_counts_against_the_whole_vocabulary():
-    """Half of the mass lies outside the candidates: they hold no more than half of it."""
-    logits = torch.zeros(1, 100)
-    logits[0, :10] = torch.tensor(9.0).log()  # ten tokens of 1/20 each, ninety of 1/180
-    inside = sparse(logits, [SamplingParams(top_p=0.22)], candidates=10)
-    assert not bool(inside.complete)  # five tokens would do, but all ten are tied
-    beyond = sparse(logits, [SamplingParams(top_p=0.6)], candidates=10)
-    assert not bool(beyond.complete)
-    logits[0, 0] = torch.tensor(100.0).log()
-    alone = sparse(logits, [SamplingParams(top_p=0.3)], candidates=10)
-    assert bool(alone.complete)
-    assert int((alone.probs > 0).sum()) == 1
+    """p = .26 * .74**n: 90% of all takes eight tokens, 90% of what ten candidates hold only seven;
+    99% takes more than they hold."""
+    logits = -0.3 * torch.arange(100.0)[None]
+    inside = sparse(logits, [SamplingParams(top_p=0.9)], candidates=10)
+    assert inside.complete.tolist() == [True]
+    assert int((inside.probs > 0).sum()) == 8
+    beyond = sparse(logits, [SamplingParams(top_p=0.99)], candidates=10)
+    assert beyond.complete.tolist() == [False]
+
+
+def test_fewer_candidates_than_k_are_not_enough_for_a_top_p():
+    own = SamplingParams(top_k=50, top_p=0.3)
+    logits = torch.randn(1, 100)
+    assert sparse(logits, [own], candidates=40).complete.tolist() == [False]
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,15 @@ def test_batches_cut_to_a_smaller_size_decide_the_same(monkeypatch):
     all_groups = groups() * 3
     logits = torch.randn(sum(map(len, all_groups)), V)
     whole = judge(logits, all_groups, V)
-    monkeypatch.setattr(batches, "_CPU_BATCH", V)
+    monkeypatch.setattr(batches, "_CPU_BATCH", 5 * V)
     assert judge(logits, all_groups, V) == whole
+    sampling = [
+        b for b in batches.batches(all_groups, logits, lambda _: None) if b.rule is not None
+    ]
+    assert max(len(b.rows) for b in sampling) == 5
+    assert sum(len(b.rows) for b in sampling) == sum(
+        len(g) for g in all_groups if not g.params.greedy
+    )
 
 
 def test_a_nucleus_wider_than_its_candidates_is_decided_on_every_id():
@@ -148,6 +155,27 @@ def test_coupled_and_greedy_drafts_ship_no_q():
     rows = [DrawRow(SamplingParams(), Rule.COUPLED, 0)]
     rows.append(DrawRow(SamplingParams(temperature=0), Rule.REJECTION, 0))
     assert [q for _, q in draw(torch.randn(2, V), rows, V)] == [None, None]
+
+
+def test_filters_of_a_draft_act_within_its_support():
+    """Half of the mass of 64 ids, not of the vocabulary, of which they hold a quarter."""
+    row = DrawRow(SamplingParams(top_p=0.5), Rule.REJECTION, 0)
+    ((_, q),) = draw(-0.005 * torch.arange(float(V))[None], [row], V)
+    assert 25 < int((q.probs > 0).sum()) < 35
+
+
+def test_the_rules_draw_with_noise_of_their_own():
+    logits = torch.zeros(400, 50)
+    tokens = [
+        [
+            t
+            for t, _ in draw(
+                logits, [DrawRow(SamplingParams(seed=s), rule, 0) for s in range(400)], 50
+            )
+        ]
+        for rule in Rule
+    ]
+    assert sum(a == b for a, b in zip(*tokens, strict=True)) < 30  # one in fifty by chance
 
 
 def test_shipped_width_does_not_depend_on_the_batch():
