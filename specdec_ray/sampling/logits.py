@@ -15,6 +15,7 @@ from specdec_ray.sampling.params import SamplingParams
 # Filters look at the most probable ids only, because a sort of 152k ids takes 11 ms a row on a CPU.
 TOP_K_CANDIDATES = 128
 NUCLEUS_CANDIDATES = 1024
+WIDE_CANDIDATES = 16384  # for rows that those do not suffice for: 3 ms each instead of 20
 _TIES = 64  # room for tokens tied with the k-th
 _MIN_TEMPERATURE = 1e-30  # one-hot already, and float32 logits do not overflow
 
@@ -100,8 +101,8 @@ def candidate_count(params: SamplingParams) -> int | None:
     """How many of the most probable ids to look at: a function of the request alone, so that a
     row's numbers do not depend on its batch. None means all."""
     if params.top_k:
-        fitting = (n for n in (TOP_K_CANDIDATES, NUCLEUS_CANDIDATES) if params.top_k + _TIES <= n)
-        return next(fitting, None)
+        tiers = (TOP_K_CANDIDATES, NUCLEUS_CANDIDATES, WIDE_CANDIDATES)
+        return next((count for count in tiers if params.top_k + _TIES <= count), None)
     return NUCLEUS_CANDIDATES if params.top_p < 1 or params.min_p else None
 
 

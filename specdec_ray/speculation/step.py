@@ -4,13 +4,19 @@ Rows of many sessions are decided together, whatever their rules and parameters;
 host ends a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
 
-from specdec_ray.sampling.logits import Distribution, candidate_count, distribution
+from specdec_ray.sampling.logits import (
+    WIDE_CANDIDATES,
+    Distribution,
+    candidate_count,
+    distribution,
+)
 from specdec_ray.sampling.noise import Purpose
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.acceptance import (
@@ -47,12 +53,16 @@ def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) ->
         return []
     logits = logits[:, :vocab_limit]
     starts = list(accumulate(map(len, groups), initial=0))
-    tokens, accepted = _decide(logits, groups)
     spans = [slice(*span) for span in pairwise(starts)]
-    again = [at for at, span in enumerate(spans) if INCOMPLETE in tokens[span]]
-    if again:  # filters that keep more than their candidates: rare, so worth a second copy
+    tokens, accepted = _decide(logits, groups, candidate_count)
+    for candidates in (WIDE_CANDIDATES, None):
+        again = [at for at, span in enumerate(spans) if INCOMPLETE in tokens[span]]
+        if not again:
+            break
+        # Filters that keep more than their candidates: rare, so worth a copy of their own.
         rows = [row for at in again for row in range(starts[at], starts[at + 1])]
-        redone = _decide(logits[rows], [groups[at] for at in again], every_id=True)
+        own = [groups[at] for at in again]
+        redone = _decide(logits[rows], own, partial(_same, candidates))
         for row, token, flag in zip(rows, *redone, strict=True):
             tokens[row], accepted[row] = token, flag
     _check(tokens)
@@ -90,7 +100,7 @@ def draw(
     drawn = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     drawing: list[int] = []
     laws: list[Distribution] = []
-    for batch in batches(groups, logits, lambda _: DRAFT_SUPPORT):
+    for batch in batches(groups, logits, partial(_same, DRAFT_SUPPORT)):
         own, index = batch.take(logits), batch.index(logits.device)
         if batch.rule is None:
             drawn[index] = greedy(own)
@@ -116,12 +126,14 @@ def _narrowed(params: SamplingParams) -> SamplingParams:
 
 
 def _decide(
-    logits: torch.Tensor, groups: Sequence[RowGroup], *, every_id: bool = False
+    logits: torch.Tensor,
+    groups: Sequence[RowGroup],
+    candidates: Callable[[SamplingParams], int | None],
 ) -> tuple[list[int], list[int]]:
     """Each row's token, and whether its child is accepted where a toss decides that."""
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     accepted = torch.zeros_like(tokens)
-    for batch in batches(groups, logits, _all if every_id else candidate_count):
+    for batch in batches(groups, logits, candidates):
         own, index = batch.take(logits), batch.index(logits.device)
         if batch.rule is None:
             tokens[index] = greedy(own)
@@ -138,8 +150,9 @@ def _decide(
     return host_tokens, host_accepted
 
 
-def _all(params: SamplingParams) -> None:
-    """Candidates of a row that fewer did not suffice for."""
+def _same(candidates: int | None, params: SamplingParams) -> int | None:
+    """Candidates whatever the request."""
+    return candidates
 
 
 def _verdict(group: RowGroup, tokens: Sequence[int], accepted: Sequence[int]) -> Judgement:

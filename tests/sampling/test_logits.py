@@ -12,6 +12,7 @@ from transformers import (
 from specdec_ray.sampling.logits import (
     NUCLEUS_CANDIDATES,
     TOP_K_CANDIDATES,
+    WIDE_CANDIDATES,
     Distribution,
     RowParams,
     candidate_count,
@@ -168,7 +169,8 @@ def test_fewer_candidates_than_k_are_not_enough_for_a_top_p():
         ({"top_k": 1}, TOP_K_CANDIDATES),
         ({"top_k": 64, "top_p": 0.5}, TOP_K_CANDIDATES),
         ({"top_k": 65}, NUCLEUS_CANDIDATES),
-        ({"top_k": 5000}, None),
+        ({"top_k": 5000}, WIDE_CANDIDATES),
+        ({"top_k": 20_000}, None),
         ({"top_p": 0.99}, NUCLEUS_CANDIDATES),
         ({"min_p": 0.1}, NUCLEUS_CANDIDATES),
     ],

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from specdec_ray.errors import InvalidParameter
+from specdec_ray.sampling.logits import NUCLEUS_CANDIDATES
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation import batches, step
 from specdec_ray.speculation.proposal import DraftProbs, Rule
@@ -77,6 +78,19 @@ def test_a_nucleus_wider_than_its_candidates_is_decided_on_every_id():
     peaked[0, 17] = 50.0
     judged = judge(torch.cat((flat[:1], peaked)), [wide, wide], V)
     assert judged == [judge(flat[:1], [wide], V)[0], judge(peaked, [wide], V)[0]]
+
+
+@pytest.mark.parametrize("rule", list(Rule))
+def test_every_number_of_candidates_decides_alike(monkeypatch, rule):
+    """A nucleus of about 1,500 ids: found among the wide candidates, or only among all."""
+    logits = (-0.002 * torch.arange(float(V))).expand(200, V)
+    own = [RowGroup(SamplingParams(seed=s, top_p=0.95), rule, 0) for s in range(200)]
+    tokens = [j.emitted for j in judge(logits, own, V)]
+    assert max(tokens) > (NUCLEUS_CANDIDATES,)
+    monkeypatch.setattr(step, "WIDE_CANDIDATES", NUCLEUS_CANDIDATES)
+    assert [j.emitted for j in judge(logits, own, V)] == tokens
+    monkeypatch.setattr(step, "WIDE_CANDIDATES", 2000)
+    assert [j.emitted for j in judge(logits, own, V)] == tokens
 
 
 def test_one_copy_to_the_host_ends_a_step(monkeypatch):
