@@ -84,11 +84,11 @@ class RoundConnection:
         await self._channel.close()
 
     async def _until_lost(self, half: Callable[[], Awaitable[None]]) -> None:
-        """Run one half of the stream. However it ends, nobody must go on waiting for it: a stream
-        that the peer cancels surfaces as CancelledError here."""
+        """Run one half of the stream; however it ends, nobody goes on waiting. CancelledError only
+        means that the connection itself cancelled the stream, once lost."""
         try:
             await half()
-        except (Exception, asyncio.CancelledError) as error:
+        except Exception as error:
             self._fail(EngineLost(f"the stream to {self.address} broke: {_cause(error)}"))
         else:
             self._fail(EngineLost(f"{self.address} ended the stream"))
@@ -139,7 +139,7 @@ def _is_late(reply: Reply, request: Request) -> bool:
     return False
 
 
-def _cause(error: BaseException) -> str:
+def _cause(error: Exception) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name}: {error.details()}"
     return f"{type(error).__name__}: {error}"

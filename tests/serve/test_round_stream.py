@@ -144,9 +144,11 @@ async def serving(engine, limits=LIMITS):
     server = RoundServer(engine, limits)
     address = await server.start("127.0.0.1")
     connection = RoundConnection(address, limits)
-    yield server, connection
-    await connection.aclose()
-    await server.stop()
+    try:
+        yield server, connection
+    finally:
+        await connection.aclose()
+        await server.stop()
 
 
 @asynccontextmanager
@@ -156,9 +158,11 @@ async def connected_to_peer(reply):
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     connection = RoundConnection(f"127.0.0.1:{port}", LIMITS)
-    yield connection
-    await connection.aclose()
-    await server.stop(None)
+    try:
+        yield connection
+    finally:
+        await connection.aclose()
+        await server.stop(None)
 
 
 @pytest.fixture
@@ -323,9 +327,10 @@ async def test_a_peer_that_reads_nothing_is_read_no_further(monkeypatch):
             blocked = not (await asyncio.wait([writing], timeout=0.5))[0]
         assert blocked
         replies = 0
-        while replies < 1000 * frames:  # and once it reads, nothing has been lost
-            replies += len((await stream.read()).replies)
-        await writing
+        async with asyncio.timeout(30):
+            while replies < 1000 * frames:  # and once it reads, nothing has been lost
+                replies += len((await stream.read()).replies)
+            await writing
         stream.cancel()
         await channel.close()
 
