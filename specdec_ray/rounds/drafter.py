@@ -15,6 +15,7 @@ from specdec_ray.engine.messages import (
     Propose,
     RefusalCode,
     Refused,
+    Reply,
 )
 from specdec_ray.errors import EngineLost, Overloaded
 from specdec_ray.rounds.ports import EnginePool, EngineSession
@@ -31,6 +32,10 @@ class Drafter:
 
     Opening starts at once and runs beside the target's prefill. A draft that is slow is bypassed
     for the round; one that is lost or refuses for good is given up for this generation.
+
+    Args of `ask` and `propose`:
+        committed: all tokens of the generation so far.
+        room: most nodes the proposal may have.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Drafter:
         self._session: EngineSession | None = None
         self._handle: CacheHandle | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._asked: asyncio.Future[Reply] | None = None
         self._timeouts = 0
 
     async def __aenter__(self) -> Self:
@@ -60,17 +66,31 @@ class Drafter:
     ) -> None:
         await self._close()
 
+    async def ask(self, committed: list[int], room: int) -> None:
+        """Ask a draft that is ready for what `propose` will be asked for next.
+
+        It drafts while the caller is busy with the text of the last round.
+        """
+        if self._session is None or room < 1:
+            return
+        try:
+            self._asked = self._send(self._session, committed, room)
+        except EngineLost as loss:
+            await self._give_up(str(loss))
+        else:
+            await asyncio.sleep(0)  # the message leaves before the caller goes on
+
     async def propose(self, committed: list[int], room: int) -> Proposal:
-        """A proposal on top of `committed`, of at most `room` nodes; empty where there is none."""
-        count = min(self._count, room)
-        if self._opening is None or count < 1:
+        """A proposal on top of `committed`; empty where there is none."""
+        if self._opening is None or room < 1:
             return _nothing(committed)
         if self._timeouts and not self._opening.done():
             return _nothing(committed)  # waited for once; it joins when it is ready
         try:
             async with asyncio.timeout(self._timeout_s):
-                await asyncio.shield(self._opening)
-                proposal = await self._ask(committed, count)
+                if not self._opening.done():
+                    await asyncio.shield(self._opening)
+                proposal = await self._answer(committed, room)
                 self._timeouts = 0
                 return proposal
         except TimeoutError:
@@ -100,17 +120,25 @@ class Drafter:
             logger.warning("no draft for this generation: %s", reply)
             await self._stack.aclose()
 
-    async def _ask(self, committed: list[int], count: int) -> Proposal:
-        if self._session is None or self._handle is None:
-            return _nothing(committed)
+    def _send(
+        self, session: EngineSession, committed: list[int], room: int
+    ) -> asyncio.Future[Reply]:
+        assert self._handle is not None, "set with the session"
         missing = tuple(committed[self._handle.length :])
-        reply = await self._session.call(Propose(self._handle, missing, count))
+        return session.call(Propose(self._handle, missing, min(self._count, room)))
+
+    async def _answer(self, committed: list[int], room: int) -> Proposal:
+        if self._session is None:
+            return _nothing(committed)
+        asked, self._asked = self._asked, None
+        reply = await (asked or self._send(self._session, committed, room))
         if isinstance(reply, Proposal):
             if reply.base_length == len(committed):
                 self._handle = reply.handle
                 return reply
         elif isinstance(reply, Refused):
             if reply.code is RefusalCode.STALE_LENGTH:
+                assert self._handle is not None, "set with the session"
                 self._handle = replace(self._handle, length=reply.known_length)
             elif reply.code is not RefusalCode.BUSY:  # busy: still at the round it was late for
                 await self._give_up(reply.message)
@@ -122,7 +150,10 @@ class Drafter:
 
     async def _close(self) -> None:
         opening, self._opening = self._opening, None
+        asked, self._asked = self._asked, None
         self._session = self._handle = None
+        if asked is not None:
+            asked.cancel()
         if opening is not None:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)

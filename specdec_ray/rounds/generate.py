@@ -64,6 +64,7 @@ async def generate(
                         verdict = _expect(Verdict, await target.call(verify))
                         handle = verdict.handle
                         committed += verdict.emitted
+                        await drafter.ask(committed, end - len(committed) - 1)
                         yield Emission(verdict.emitted, len(proposal.tree), verdict.accepted)
             except EngineLost as loss:
                 losses += 1

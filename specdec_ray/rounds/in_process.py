@@ -20,7 +20,7 @@ class InProcessSession:
     def session_id(self) -> bytes:
         return self._session_id
 
-    async def call(self, request: Request) -> Reply:
+    def call(self, request: Request) -> asyncio.Future[Reply]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Reply] = loop.create_future()
 
@@ -32,7 +32,7 @@ class InProcessSession:
             loop.call_soon_threadsafe(settle, replies[0])
 
         self._engine.submit(request, sink)
-        return await answer
+        return answer
 
 
 class InProcessPool:

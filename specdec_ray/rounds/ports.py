@@ -1,5 +1,6 @@
 """What the round loop needs from the outside: a session on an engine, wherever the engine runs."""
 
+import asyncio
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -12,10 +13,10 @@ class EngineSession(Protocol):
     @property
     def session_id(self) -> bytes: ...
 
-    async def call(self, request: Request) -> Reply:
-        """Send one message of this session and wait for its answer.
+    def call(self, request: Request) -> asyncio.Future[Reply]:
+        """Send one message of this session now; the future is its answer.
 
-        Raises:
+        Raises (here or from the future):
             EngineLost: the replica is gone or its stream broke.
         """
         ...

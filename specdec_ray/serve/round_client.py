@@ -56,25 +56,30 @@ class RoundConnection:
     def session(self, session_id: bytes) -> "RemoteSession":
         return RemoteSession(self, session_id)
 
-    async def call(self, session_id: bytes, request: Request) -> Reply:
-        """Send a request and wait for its reply.
+    def call(self, session_id: bytes, request: Request) -> asyncio.Future[Reply]:
+        """Send a request; the future is its reply, and cancelling it gives up waiting.
 
-        Raises:
+        Raises (here or from the future):
             EngineLost: the stream is broken, or the reply makes no sense.
             SpecdecError: a request of this session is under way already.
         """
         if self._lost is not None:
             raise EngineLost(str(self._lost))
-        if session_id in self._pending:
+        under_way = self._pending.get(session_id)
+        if under_way is not None and not under_way.answer.done():
             raise SpecdecError("a request of this session is under way")
         self._outgoing.append(encode_request(request))
+        self._waiting.set()
         pending = _Pending(request, asyncio.get_running_loop().create_future())
         self._pending[session_id] = pending
-        self._waiting.set()
-        try:
-            return await pending.answer
-        finally:
+        pending.answer.add_done_callback(lambda _: self._forget(session_id, pending))
+        return pending.answer
+
+    def _forget(self, session_id: bytes, pending: _Pending) -> None:
+        if self._pending.get(session_id) is pending:
             del self._pending[session_id]
+        if not pending.answer.cancelled():
+            pending.answer.exception()  # its caller may have gone: asyncio would complain
 
     async def aclose(self) -> None:
         self._fail(EngineLost(f"the connection to {self.address} was closed"))
@@ -156,8 +161,8 @@ class RemoteSession:
     def session_id(self) -> bytes:
         return self._session_id
 
-    async def call(self, request: Request) -> Reply:
-        return await self._connection.call(self._session_id, request)
+    def call(self, request: Request) -> asyncio.Future[Reply]:
+        return self._connection.call(self._session_id, request)
 
 
 class ConnectionCache:

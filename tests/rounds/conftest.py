@@ -1,3 +1,4 @@
+import asyncio
 import secrets
 from contextlib import asynccontextmanager
 
@@ -70,7 +71,10 @@ class ScriptedSession:
         self._script = script
         self._tokens = []
 
-    async def call(self, request):
+    def call(self, request):
+        return asyncio.ensure_future(self._answer(request))
+
+    async def _answer(self, request):
         if isinstance(request, Open):
             self._tokens = list(request.tokens)
             return Opened(self._handle(), ())
@@ -109,12 +113,12 @@ def flaky():
             class Session:
                 session_id = b""
 
-                async def call(self, request):
+                def call(self, request):
                     nonlocal left
                     if left == 0:
                         raise EngineLost("gone")
                     left -= 1
-                    return await inner.call(request)
+                    return inner.call(request)
 
             async with self._pool.session() as inner:
                 wrapped = Session()

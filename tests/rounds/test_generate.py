@@ -181,3 +181,22 @@ async def test_a_storm_of_cancellations_leaks_nothing(target_pool, draft_pool, p
         del task
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(r, (tuple, asyncio.CancelledError)) for r in results)
+
+
+async def test_the_draft_works_on_the_next_round_before_the_last_ones_text_is_taken(
+    target_pool, scripted
+):
+    asked = []
+
+    def script(committed, count):
+        asked.append(len(committed))
+        return [1]
+
+    request = GenerationRequest((1, 2), SamplingParams(temperature=0), 20, rule=Rule.COUPLED)
+    settings = RoundSettings(Rule.COUPLED, 4, draft_timeout_s=5)
+    committed = 2
+    async with aclosing(generate(request, target_pool, scripted(script), settings)) as rounds:
+        async for emission in rounds:
+            committed += len(emission.tokens)
+            if emission.proposed and committed < 20:
+                assert asked[-1] == committed

@@ -455,7 +455,7 @@ async def test_a_late_reply_is_not_taken_for_the_next_one(kind):
             async with asyncio.timeout(0.02):
                 await session.call(requests[0])
         await engine.asked(1)
-        second = asyncio.create_task(session.call(requests[1]))
+        second = session.call(requests[1])
         await engine.asked(1)
         engine.sink(replies)
         assert fields(await second) == fields(replies[1])
