@@ -189,7 +189,7 @@ class SpeculativeDecoder:
             needed = len(ids) + max_tokens
             raise ContextOverflow("prompt", self._target.context_length, needed)
         seed = secrets.randbits(63) if seed is None else seed
-        return GenerationRequest(
+        request = GenerationRequest(
             prompt=ids,
             params=SamplingParams(temperature=temperature, seed=seed, **sampling),
             max_tokens=max_tokens,
@@ -199,6 +199,7 @@ class SpeculativeDecoder:
             draft_tokens=self._settings.draft_tokens if draft_tokens is None else draft_tokens,
             rule=rule or self._settings.rule,
         )
+        return request.knowing_ends(self._target.end_token_ids)
 
     def _deltas(self, request: GenerationRequest) -> Any:
         assert request.draft_tokens is not None, "settled by _request"

@@ -172,14 +172,7 @@ class DraftEngine:
     def _draw(self, logits: torch.Tensor, sessions: Sequence[Session], outbox: Outbox) -> None:
         if not sessions:
             return
-        rows = [
-            DrawRow(
-                session.params,
-                session.rule,
-                position=len(session.tokens) + len(self._drafting[session].tokens),
-            )
-            for session in sessions
-        ]
+        rows = [_draw_row(session, self._drafting[session].tokens) for session in sessions]
         for session, (token, probs) in zip(
             sessions, draw(logits, rows, vocab_limit=self._vocab_limit), strict=True
         ):
@@ -205,3 +198,13 @@ class DraftEngine:
     def _forget(self, session: Session) -> None:
         self._drafting.pop(session, None)
         self._last.pop(session, None)
+
+
+def _draw_row(session: Session, drafted: list[int]) -> DrawRow:
+    return DrawRow(
+        session.params,
+        session.rule,
+        position=len(session.tokens) + len(drafted),
+        context=(*session.tokens, *drafted) if session.params.edits_logits else (),
+        prompt_length=session.prompt_length,
+    )

@@ -61,6 +61,7 @@ class Open:
 
     Attributes:
         tokens: prompt plus everything emitted so far; not empty.
+        prompt_length: how many of them are the prompt, for parameters that tell it from the output.
         max_length: tokens the session may ever hold, drafted ones included; KV for all of them
             is promised before the prefill starts.
     """
@@ -70,6 +71,7 @@ class Open:
     params: SamplingParams
     rule: Rule
     max_length: int
+    prompt_length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

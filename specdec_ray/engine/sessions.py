@@ -31,6 +31,7 @@ class Session:
 
     Attributes:
         tokens: committed tokens.
+        prompt_length: how many of them are the prompt.
         kv_length: how many tokens, from the front, have their KV in `table`.
         max_length: tokens the session may ever hold; `table` covers them all.
         sink: where the reply to the request being worked on goes.
@@ -39,6 +40,7 @@ class Session:
     session_id: bytes
     phase: Phase = Phase.LEASED
     tokens: list[int] = field(default_factory=list)
+    prompt_length: int = 0
     kv_length: int = 0
     table: list[int] = field(default_factory=list)
     max_length: int = 0
@@ -104,6 +106,7 @@ class SessionTable:
         self._pool.release(session.table)
         session.table = []
         session.tokens = list(request.tokens)
+        session.prompt_length = request.prompt_length
         session.kv_length = 0
         session.max_length = request.max_length
         session.params, session.rule = request.params, request.rule

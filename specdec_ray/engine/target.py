@@ -211,4 +211,6 @@ def _row_group(session: Session, verify: Verify | None) -> RowGroup:
         position=len(session.tokens),
         tree=verify.tree if verify else TokenTree(),
         draft_probs=verify.draft_probs if verify else None,
+        context=session.tokens,
+        prompt_length=session.prompt_length,
     )

@@ -52,6 +52,8 @@ def check_open(
         fault: str | None = f"max_length {request.max_length} is below the context's length"
     elif request.max_length > context_length:
         fault = f"{request.max_length} tokens never fit this replica's {context_length}"
+    elif request.prompt_length > len(request.tokens):
+        fault = f"prompt_length {request.prompt_length} exceeds the context's length"
     else:
         fault = check_tokens(request.tokens, vocab_limit)
     return refuse(session_id, RefusalCode.INVALID, fault) if fault else None

@@ -105,10 +105,17 @@ class Drafter:
         """Lease and prefill; leaves no session behind when the draft cannot take it."""
         try:
             session = await self._stack.enter_async_context(pool.session())
-            prompt, end = self._request.prompt, len(self._request.prompt) + self._request.max_tokens
-            assert self._request.rule is not None, "the caller settles the rule"
+            request = self._request
+            assert request.rule is not None, "the caller settles the rule"
             reply = await session.call(
-                Open(session.session_id, prompt, self._request.params, self._request.rule, end)
+                Open(
+                    session.session_id,
+                    request.prompt,
+                    request.params,
+                    request.rule,
+                    max_length=len(request.prompt) + request.max_tokens,
+                    prompt_length=len(request.prompt),
+                )
             )
         except Exception as error:  # whatever it is, the target can do without
             known = isinstance(error, (EngineLost, Overloaded))

@@ -79,7 +79,14 @@ async def _open(
 ) -> Opened:
     assert request.rule is not None, "the caller settles the rule"
     reply = await target.call(
-        Open(target.session_id, tuple(committed), request.params, request.rule, max_length=end)
+        Open(
+            target.session_id,
+            tuple(committed),
+            request.params,
+            request.rule,
+            max_length=end,
+            prompt_length=len(request.prompt),
+        )
     )
     return _expect(Opened, reply)
 

@@ -1,6 +1,6 @@
 """A generation as the round loop sees it: ids in, ids out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
@@ -29,6 +29,17 @@ class GenerationRequest:
     ignore_eos: bool = False
     draft_tokens: int | None = None
     rule: Rule | None = None
+
+    def ends(self, own: frozenset[int]) -> frozenset[int]:
+        """Tokens that end the text, `own` being the model's end tokens."""
+        return self.stop_token_ids if self.ignore_eos else own | self.stop_token_ids
+
+    def knowing_ends(self, own: frozenset[int]) -> "GenerationRequest":
+        """The request with sampling told what `min_tokens` keeps away."""
+        if not self.params.min_tokens:
+            return self
+        ends = tuple(sorted(self.ends(own)))
+        return replace(self, params=replace(self.params, end_token_ids=ends))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,9 @@ class TextStream:
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(request.stop)
-        own_ends = frozenset() if request.ignore_eos else end_token_ids
-        self._ends = own_ends | request.stop_token_ids
+        self._ends = request.ends(end_token_ids)
         self._room = request.max_tokens
+        self._stops_from = request.max_tokens - request.params.min_tokens
         self._stats = SpeculationStats(max_draft_tokens)
 
     def push(self, emission: Emission) -> Delta:
@@ -97,7 +97,9 @@ class TextStream:
             if token in self._ends:
                 reason, stop = FinishReason.STOP, token
             else:
-                piece, stop = self._stops.push(self._detokenizer.push(token))
+                piece = self._detokenizer.push(token)
+                if self._room < self._stops_from:  # min_tokens holds stop strings off, too
+                    piece, stop = self._stops.push(piece)
                 pieces.append(piece)
                 if stop is not None:
                     reason = FinishReason.STOP

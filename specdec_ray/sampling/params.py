@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from specdec_ray.errors import InvalidParameter
 
 MAX_SEED = 2**63 - 1
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,14 @@ class SamplingParams:
         min_p: drop tokens less probable than min_p times the most probable one. In [0, 1].
         seed: names the noise, so it names the text. In [0, 2**63).
         choice: index among the `n` choices of one request; each has its own noise.
+        presence_penalty: subtracted from the logit of every emitted token. In [-2, 2].
+        frequency_penalty: subtracted as often as the token has been emitted. In [-2, 2].
+        repetition_penalty: divides positive logits of tokens of prompt and output, multiplies
+            negative ones (Keskar et al. 2019, CTRL). In (0, 100].
+        logit_bias: (token id, bias) pairs; biases in [-100, 100].
+        bad_words: token sequences that may not be emitted.
+        min_tokens: tokens before the first of `end_token_ids`.
+        end_token_ids: ids that `min_tokens` keeps away.
 
     Raises:
         InvalidParameter: naming the field, its limit and the value.
@@ -30,6 +41,13 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    end_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self.temperature, "temperature", 0, 100)
@@ -38,10 +56,34 @@ class SamplingParams:
         _check(self.min_p, "min_p", 0, 1)
         _check(self.seed, "seed", 0, MAX_SEED)
         _check(self.choice, "n", 0, 2**31 - 1)
+        _check(self.presence_penalty, "presence_penalty", -2, 2)
+        _check(self.frequency_penalty, "frequency_penalty", -2, 2)
+        _check(self.repetition_penalty, "repetition_penalty", 0, 100, open_low=True)
+        _check_count(self.logit_bias, "logit_bias", MAX_LOGIT_BIAS, "entries")
+        for _, bias in self.logit_bias:
+            _check(bias, "logit_bias", -100, 100)
+        _check_count(self.bad_words, "bad_words", MAX_BAD_WORDS, "token sequences")
+        for word in self.bad_words:
+            _check(len(word), "bad_words", 1, MAX_BAD_WORD_TOKENS)
+        _check(self.min_tokens, "min_tokens", 0, 2**31 - 1)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the distribution depends on more than the model's logits and filters."""
+        return self.penalised or bool(self.logit_bias or self.bad_words or self.min_tokens)
+
+
+def _check_count(values: tuple[object, ...], field: str, limit: int, what: str) -> None:
+    if len(values) > limit:
+        raise InvalidParameter(field, f"limit is {limit} {what}, got {len(values)}")
 
 
 def _check(value: float, field: str, low: int, high: int, *, open_low: bool = False) -> None:

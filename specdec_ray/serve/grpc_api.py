@@ -229,6 +229,12 @@ def _options(given: pb.GenerationInput) -> Options:
         stop=tuple(given.stop),
         stop_token_ids=tuple(given.stop_token_ids),
         ignore_eos=given.ignore_eos,
+        presence_penalty=given.presence_penalty,
+        frequency_penalty=given.frequency_penalty,
+        repetition_penalty=optional("repetition_penalty", 1.0),
+        logit_bias=dict(given.logit_bias),
+        bad_words=tuple(given.bad_words),
+        min_tokens=given.min_tokens,
         draft_tokens=optional("draft_tokens", None),
     )
 

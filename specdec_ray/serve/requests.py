@@ -4,9 +4,9 @@ import asyncio
 import re
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from jinja2 import TemplateError
 
@@ -36,6 +36,8 @@ class Options:
     Attributes:
         max_tokens: None takes the room that is left, up to `default_max_tokens`.
         seed: None draws a fresh one.
+        logit_bias: bias of each token id.
+        bad_words: texts that may not be emitted, with or without a space before them.
         max_tokens_field: what the client called `max_tokens`.
     """
 
@@ -51,6 +53,12 @@ class Options:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     draft_tokens: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
     max_tokens_field: str = "max_tokens"
 
 
@@ -147,18 +155,12 @@ def choices_of(
         wanted = min(room, limit, options.default_max_tokens or limit)
     if wanted > room:
         raise ContextOverflow(field, context, len(prompt) + wanted)
-    seed = secrets.randbits(SEED_BITS) if options.seed is None else options.seed
+    _check_range("min_tokens", options.min_tokens, 0, wanted)
+    params = _sampling_params(service, options)
     return [
         GenerationRequest(
             prompt=prompt,
-            params=SamplingParams(
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                min_p=options.min_p,
-                seed=seed,
-                choice=choice,
-            ),
+            params=replace(params, choice=choice),
             max_tokens=wanted,
             stop=options.stop,
             stop_token_ids=frozenset(check_ids(service, options.stop_token_ids, "stop_token_ids")),
@@ -167,6 +169,37 @@ def choices_of(
         )
         for choice in range(options.n)
     ]
+
+
+def _sampling_params(service: GenerationService, options: Options) -> SamplingParams:
+    biased = check_ids(service, tuple(options.logit_bias), "logit_bias")
+    return SamplingParams(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=secrets.randbits(SEED_BITS) if options.seed is None else options.seed,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        repetition_penalty=options.repetition_penalty,
+        logit_bias=tuple(zip(biased, options.logit_bias.values(), strict=True)),
+        bad_words=_bad_word_tokens(service, options.bad_words),
+        min_tokens=options.min_tokens,
+    )
+
+
+def _bad_word_tokens(
+    service: GenerationService, words: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of the words; most tokenizers spell a word after a space differently."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not word.strip():
+            raise InvalidParameter("bad_words", "words must not be blank")
+        for text in (word, f" {word}"):
+            encoded = service.model.tokenizer(text, add_special_tokens=False)["input_ids"]
+            sequences[tuple(encoded)] = None
+    return tuple(sequences)
 
 
 async def _encode(service: GenerationService, text: str, special_tokens: bool) -> tuple[int, ...]:

@@ -121,4 +121,5 @@ class GenerationService:
         if self._drafts is not None:
             asked = request.draft_tokens
             draft_tokens = settings.draft_tokens if asked is None else asked
-        return replace(request, rule=request.rule or settings.rule, draft_tokens=draft_tokens)
+        request = replace(request, rule=request.rule or settings.rule, draft_tokens=draft_tokens)
+        return request.knowing_ends(self.model.end_token_ids)

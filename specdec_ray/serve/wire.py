@@ -91,6 +91,7 @@ def encode_request(request: m.Request) -> pb.EngineRequest:
             sampling=_sampling(request.params),
             rule=_RULES[request.rule],
             max_length=request.max_length,
+            prompt_length=request.prompt_length,
         )
         return pb.EngineRequest(open=opening)
     return pb.EngineRequest(close=pb.Close(session_id=request.session_id))
@@ -164,20 +165,13 @@ def decode_reply(message: pb.EngineReply, limits: WireLimits) -> m.Reply:
 
 def _decode_open(message: pb.Open, limits: WireLimits) -> m.Open:
     _check_count("tokens", message.tokens, limits.max_context_tokens)
-    sampling = message.sampling
     return m.Open(
         _session_id(message.session_id),
         tuple(message.tokens),
-        SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            choice=sampling.choice,
-        ),
+        _decode_sampling(message.sampling, limits),
         _named(_RULES_BACK, message.rule, "rule"),
         message.max_length,
+        message.prompt_length,
     )
 
 
@@ -291,6 +285,34 @@ def _sampling(params: SamplingParams) -> pb.Sampling:
         min_p=params.min_p,
         seed=params.seed,
         choice=params.choice,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=[pb.LogitBias(token_id=token, bias=bias) for token, bias in params.logit_bias],
+        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
+        min_tokens=params.min_tokens,
+        end_token_ids=params.end_token_ids,
+    )
+
+
+def _decode_sampling(sampling: pb.Sampling, limits: WireLimits) -> SamplingParams:
+    _check_count("end_token_ids", sampling.end_token_ids, limits.max_context_tokens)
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        choice=sampling.choice,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=(
+            sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+        ),
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
+        bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
+        min_tokens=sampling.min_tokens,
+        end_token_ids=tuple(sampling.end_token_ids),
     )
 
 

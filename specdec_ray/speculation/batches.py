@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec_ray.errors import InvalidParameter
+from specdec_ray.sampling.edits import History, edit_
 from specdec_ray.sampling.logits import RowParams
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import DraftProbs, Rule
@@ -29,6 +30,9 @@ class RowGroup:
         position: absolute position of the token that the root's row chooses.
         draft_probs: q of each node under the rejection rule; None if the proposal is
             deterministic, which makes q one-hot.
+        context: tokens before the root's row, and how many of them are the prompt; read only where
+            the parameters depend on them.
+        allowed: bool [rows, V], what a grammar allows at each row; None where there is none.
     """
 
     params: SamplingParams
@@ -36,6 +40,9 @@ class RowGroup:
     position: int
     tree: TokenTree = field(default_factory=TokenTree)
     draft_probs: DraftProbs | None = None
+    context: Sequence[int] = ()
+    prompt_length: int = 0
+    allowed: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return 1 + len(self.tree)
@@ -44,6 +51,15 @@ class RowGroup:
     def rejects(self) -> bool:
         """Whether acceptance is tossed for; at temperature 0 both rules compare tokens."""
         return self.rule is Rule.REJECTION and not self.params.greedy
+
+    @property
+    def edits_logits(self) -> bool:
+        return self.allowed is not None or self.params.edits_logits
+
+    def edit_(self, logits: torch.Tensor) -> None:
+        """Edit the session's own rows of logits in place."""
+        history = History(self.context, self.prompt_length, ((), *self.tree.paths))
+        edit_(logits, self.params, history, self.allowed)
 
 
 @dataclass(slots=True)
@@ -103,6 +119,19 @@ class RowBatch:
                 values[nodes, : probs.ids.shape[1]] = probs.probs
             row += len(group)
         return DraftProbs(ids.to(device), values.to(device))
+
+
+def edited(logits: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
+    """The step's logits [R, V] as the requests change them; a copy if any of them does."""
+    if not any(group.edits_logits for group in groups):
+        return logits
+    logits = logits.clone()
+    row = 0
+    for group in groups:
+        if group.edits_logits:
+            group.edit_(logits[row : row + len(group)])
+        row += len(group)
+    return logits
 
 
 def batches(

@@ -29,7 +29,7 @@ from specdec_ray.speculation.acceptance import (
     rejection,
     walk,
 )
-from specdec_ray.speculation.batches import RowGroup, batches
+from specdec_ray.speculation.batches import RowGroup, batches, edited
 from specdec_ray.speculation.proposal import DraftProbs, Rule
 
 __all__ = ["DRAFT_SUPPORT", "DrawRow", "RowGroup", "draw", "judge"]
@@ -51,7 +51,7 @@ def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) ->
     """
     if not groups:
         return []
-    logits = logits[:, :vocab_limit]
+    logits = edited(logits[:, :vocab_limit], groups)
     starts = list(accumulate(map(len, groups), initial=0))
     spans = [slice(*span) for span in pairwise(starts)]
     tokens, accepted = _decide(logits, groups, candidate_count)
@@ -74,11 +74,21 @@ def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) ->
 
 @dataclass(frozen=True, slots=True)
 class DrawRow:
-    """One session's row in a draft step; `position` is that of the token to draw."""
+    """One session's row in a draft step.
+
+    Attributes:
+        position: that of the token to draw.
+        context: the tokens before it; read only where the parameters depend on them.
+        prompt_length: how many of those are the prompt.
+        allowed: bool [1, V], what a grammar allows.
+    """
 
     params: SamplingParams
     rule: Rule
     position: int
+    context: Sequence[int] = ()
+    prompt_length: int = 0
+    allowed: torch.Tensor | None = None
 
 
 def draw(
@@ -95,8 +105,18 @@ def draw(
     Raises:
         FloatingPointError: the model produced NaN or a row without a finite maximum.
     """
-    logits = logits[:, :vocab_limit]
-    groups = [RowGroup(_narrowed(row.params), row.rule, row.position) for row in rows]
+    groups = [
+        RowGroup(
+            _narrowed(row.params),
+            row.rule,
+            row.position,
+            context=row.context,
+            prompt_length=row.prompt_length,
+            allowed=row.allowed,
+        )
+        for row in rows
+    ]
+    logits = edited(logits[:, :vocab_limit], groups)
     drawn = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
     drawing: list[int] = []
     laws: list[Distribution] = []

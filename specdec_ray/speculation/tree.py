@@ -42,6 +42,15 @@ class TokenTree:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens from below the root down to each node, its own included."""
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            above = () if parent == ROOT else paths[parent]
+            paths.append((*above, token))
+        return tuple(paths)
+
+    @property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node; children of the root have depth 1."""
         depths: list[int] = []

@@ -97,6 +97,13 @@ BAD = {
     "n": (given(n=0), "n"),
     "stop": (given(stop=[""]), "stop"),
     "draft_tokens": (given(draft_tokens=65), "draft_tokens"),
+    "presence_penalty": (given(presence_penalty=3), "presence_penalty"),
+    "frequency_penalty": (given(frequency_penalty=float("nan")), "frequency_penalty"),
+    "repetition_penalty": (given(repetition_penalty=0), "repetition_penalty"),
+    "logit_bias": (given(logit_bias={5: 101}), "logit_bias"),
+    "logit_bias id": (given(logit_bias={999: 1}), "logit_bias"),
+    "bad_words": (given(bad_words=[""]), "bad_words"),
+    "min_tokens": (given(min_tokens=1000), "min_tokens"),
 }
 
 
@@ -111,6 +118,18 @@ async def test_bad_requests_name_the_field(stub, case):
             await call
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert named in error.value.details()
+
+
+async def test_parameters_that_edit_logits(stub):
+    edits = {
+        "logit_bias": ({65: 100}, lambda ids: set(ids) == {65}),
+        "frequency_penalty": (2, lambda ids: len(set(ids)) > 20),
+        "repetition_penalty": (100, lambda ids: len(set(ids)) > 20),
+    }
+    for field, (value, holds) in edits.items():
+        request = given(max_tokens=24, temperature=0, **{field: value})
+        answer = await stub.Generate(pb.GenerateRequest(input=request))
+        assert holds(answer.choices[0].token_ids)
 
 
 async def test_unknown_model(stub):

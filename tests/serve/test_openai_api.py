@@ -248,8 +248,19 @@ BAD = {
     "unknown speculative key": ({"speculative": {"k": 1}}, "speculative", None),
     "best_of": ({"best_of": 3}, "best_of", "unsupported_parameter"),
     "logprobs": ({"logprobs": 1}, "logprobs", "unsupported_parameter"),
-    "penalty": ({"frequency_penalty": 1.0}, "frequency_penalty", "unsupported_parameter"),
-    "logit_bias": ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+    "presence_penalty above": ({"presence_penalty": 2.1}, "presence_penalty", None),
+    "frequency_penalty text": ({"frequency_penalty": "1"}, "frequency_penalty", None),
+    "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty", None),
+    "bias beyond": ({"logit_bias": {"5": 101}}, "logit_bias", None),
+    "bias of no id": ({"logit_bias": {"five": 1}}, "logit_bias", None),
+    "bias of an unknown id": ({"logit_bias": {"259": 1}}, "logit_bias", None),
+    "bias of a list": ({"logit_bias": [5]}, "logit_bias", None),
+    "many biases": ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", None),
+    "blank bad word": ({"bad_words": ["a", " "]}, "bad_words", None),
+    "long bad word": ({"bad_words": ["a" * 65]}, "bad_words", None),
+    "many bad words": ({"bad_words": [f"w{n}" for n in range(300)]}, "bad_words", None),
+    "min_tokens above max_tokens": ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", None),
+    "min_tokens below": ({"min_tokens": -1}, "min_tokens", None),
     "suffix": ({"suffix": "x"}, "suffix", "unsupported_parameter"),
     "response_format": (
         {"response_format": {"type": "json_object"}},
@@ -275,6 +286,35 @@ async def test_bad_requests_name_the_field(http, case):
     assert error["code"] == code
     good = await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert good.status_code == 200
+
+
+async def test_parameters_that_edit_logits(client, tokenizer):
+    """Each does what it is documented to do, through the official client."""
+
+    async def ids_of(**extra):
+        answer = await client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=0,
+            extra_body={"return_token_ids": True, **extra},
+        )
+        return answer.choices[0].model_extra["token_ids"]
+
+    reference = await ids_of()
+    banned = tokenizer.decode(reference[2:3])
+    assert reference[2] not in await ids_of(logit_bias={str(reference[2]): -100})
+    assert set(await ids_of(logit_bias={"65": 100})) == {65}
+    assert banned not in tokenizer.decode(await ids_of(bad_words=[banned]))
+    assert len(set(await ids_of(frequency_penalty=2, presence_penalty=2))) > 20
+    stopped = await ids_of(stop=[banned])
+    assert len(stopped) <= 3
+    assert len(await ids_of(stop=[banned], min_tokens=10)) >= 10
+    ended = await ids_of(stop_token_ids=[reference[1]])
+    kept = await ids_of(stop_token_ids=[reference[1]], min_tokens=10)
+    assert len(ended) == 1 + reference.index(reference[1])
+    assert len(kept) >= 10
+    assert reference[1] not in kept[:10]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", '"NaN"'])

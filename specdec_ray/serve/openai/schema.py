@@ -18,12 +18,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, False),  # 0 asks completions for the tokens' own
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "min_tokens": (None, 0),
-    "bad_words": (None, []),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -85,6 +79,12 @@ class GenerationBody(BaseModel):
     stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Texts | None = None
+    min_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -121,6 +121,12 @@ class GenerationBody(BaseModel):
             stop=tuple(stops or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=_by_id(self.logit_bias or {}),
+            bad_words=tuple(self.bad_words or ()),
+            min_tokens=self.min_tokens or 0,
             draft_tokens=self.speculative.num_tokens if self.speculative else None,
         )
 
@@ -190,6 +196,14 @@ class DetokenizeBody(BaseModel):
 
 class UnsupportedParameter(InvalidParameter):
     """A known request field that this service does not implement."""
+
+
+def _by_id(logit_bias: dict[str, float]) -> dict[int, float]:
+    """JSON's keys are strings."""
+    try:
+        return {int(token): bias for token, bias in logit_bias.items()}
+    except ValueError:
+        raise InvalidParameter("logit_bias", "keys must be token ids") from None
 
 
 def _among(value: Any, neutral: tuple[Any, ...]) -> bool:
