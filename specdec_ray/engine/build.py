@@ -9,10 +9,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from specdec_ray.config import DraftConfig, ModelConfig, TargetConfig
 from specdec_ray.engine.draft import DraftEngine
+from specdec_ray.engine.grammar import Grammars
 from specdec_ray.engine.loop import EngineThread
 from specdec_ray.engine.sessions import ReplicaIdentity
 from specdec_ray.engine.target import TargetEngine
-from specdec_ray.errors import UnsupportedModel
+from specdec_ray.errors import InvalidParameter, UnsupportedModel
 from specdec_ray.models.loading import load_model, load_tokenizer
 from specdec_ray.models.packed_model import PackedModel
 
@@ -51,6 +52,7 @@ def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine
         vocab_limit=min(len(tokenizer), model.vocab_size),
         step_tokens=config.step_tokens,
         max_nodes=MAX_NODES,
+        grammars=_grammars(model, tokenizer),
     )
     return _built(engine, "target-engine", model, tokenizer)
 
@@ -73,6 +75,7 @@ def build_draft(
         identity,
         vocab_limit=min(len(tokenizer), len(target_tokenizer), model.vocab_size),
         step_tokens=config.step_tokens,
+        grammars=_grammars(model, tokenizer),
     )
     return _built(engine, "draft-engine", model, tokenizer)
 
@@ -114,6 +117,19 @@ def set_threads(threads: int) -> None:
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
     return list(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
+
+
+def _grammars(model: PackedModel, tokenizer: PreTrainedTokenizerBase) -> Grammars | None:
+    """Grammars over a model's real ids, if its tokenizer permits any."""
+    try:
+        return Grammars(
+            tokenizer,
+            min(len(tokenizer), model.vocab_size),
+            sorted(end_token_ids(model.generation_config, tokenizer)),
+        )
+    except InvalidParameter as error:
+        logger.warning("no structured output with this model: %s", error)
+        return None
 
 
 def _load(config: ModelConfig) -> PackedModel:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from specdec_ray.engine.grammar import Grammars
 from specdec_ray.engine.messages import (
     Close,
     Open,
@@ -18,6 +19,7 @@ from specdec_ray.engine.messages import (
 from specdec_ray.engine.outbox import Outbox, ReplySink
 from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
 from specdec_ray.engine.validation import check_open, check_tokens, refuse
+from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.speculation.proposal import DraftProbs
@@ -57,9 +59,10 @@ class DraftEngine:
         *,
         vocab_limit: int,
         step_tokens: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
-        self.sessions = SessionTable(model, identity)
+        self.sessions = SessionTable(model, identity, grammars)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._drafting: dict[Session, Drafting] = {}
@@ -118,7 +121,10 @@ class DraftEngine:
         if refused is None:
             assert session is not None
             self._forget(session)
-            self.sessions.open(session, request, sink)
+            try:
+                self.sessions.open(session, request, sink)
+            except InvalidParameter as error:
+                return refuse(request.session_id, RefusalCode.INVALID, str(error))
         return refused
 
     def _take_propose(self, request: Propose, sink: ReplySink) -> Refused | None:
@@ -207,4 +213,5 @@ def _draw_row(session: Session, drafted: list[int]) -> DrawRow:
         position=len(session.tokens) + len(drafted),
         context=(*session.tokens, *drafted) if session.params.edits_logits else (),
         prompt_length=session.prompt_length,
+        allowed=session.allowed([tuple(drafted)]),
     )

@@ -6,12 +6,16 @@ Both engines keep their sessions here; what happens in `ready` is theirs.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import torch
+
+from specdec_ray.engine.grammar import Grammars, GrammarState
 from specdec_ray.engine.messages import CacheHandle, Load, Open, RefusalCode, Refused
 from specdec_ray.engine.outbox import Outbox, ReplySink
+from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.sampling.params import SamplingParams
@@ -34,6 +38,7 @@ class Session:
         prompt_length: how many of them are the prompt.
         kv_length: how many tokens, from the front, have their KV in `table`.
         max_length: tokens the session may ever hold; `table` covers them all.
+        grammar: the session's place in its grammar, if it has one.
         sink: where the reply to the request being worked on goes.
     """
 
@@ -46,7 +51,12 @@ class Session:
     max_length: int = 0
     params: SamplingParams = field(default_factory=SamplingParams)
     rule: Rule = Rule.COUPLED
+    grammar: GrammarState | None = None
     sink: ReplySink | None = None
+
+    def allowed(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
+        """What the grammar allows below the committed tokens and each path, if there is one."""
+        return None if self.grammar is None else self.grammar.allowed(self.tokens, paths)
 
     def finish(self) -> ReplySink:
         """Hand out the sink of the request that has been worked on."""
@@ -66,11 +76,17 @@ class ReplicaIdentity:
 class SessionTable:
     """All sessions of a replica and the KV blocks promised to them.
 
+    Args:
+        grammars: None where the model cannot follow any.
+
     Attributes:
         context_length: most tokens a session can ever hold here.
     """
 
-    def __init__(self, model: PackedModel, identity: ReplicaIdentity) -> None:
+    def __init__(
+        self, model: PackedModel, identity: ReplicaIdentity, grammars: Grammars | None
+    ) -> None:
+        self._grammars = grammars
         self.context_length = model.context_length
         self._identity = identity
         self._pool = model.pool
@@ -102,7 +118,12 @@ class SessionTable:
         self._pool.release(session.table)
 
     def open(self, session: Session, request: Open, sink: ReplySink) -> None:
-        """Start over with the request's context; admission follows in FIFO order."""
+        """Start over with the request's context; admission follows in FIFO order.
+
+        Raises:
+            InvalidParameter: the request's grammar is none, or none works with this model.
+        """
+        session.grammar = self._start_grammar(request)
         self._pool.release(session.table)
         session.table = []
         session.tokens = list(request.tokens)
@@ -113,6 +134,13 @@ class SessionTable:
         session.sink = sink
         session.phase = Phase.WAITING
         self._waiting.append(session)
+
+    def _start_grammar(self, request: Open) -> GrammarState | None:
+        if not request.params.grammar:
+            return None
+        if self._grammars is None:
+            raise InvalidParameter("response_format", "this model cannot follow a grammar")
+        return self._grammars.start(request.params.grammar, request.prompt_length)
 
     def admit(self) -> None:
         """Promise KV blocks to waiting sessions, in order, while they last."""

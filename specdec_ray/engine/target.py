@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from specdec_ray.engine.grammar import Grammars
 from specdec_ray.engine.messages import (
     Close,
     Open,
@@ -15,6 +16,7 @@ from specdec_ray.engine.messages import (
 from specdec_ray.engine.outbox import Outbox, ReplySink
 from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
 from specdec_ray.engine.validation import check_draft_probs, check_open, check_tokens, refuse
+from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.speculation.acceptance import Judgement
@@ -43,9 +45,10 @@ class TargetEngine:
         vocab_limit: int,
         step_tokens: int,
         max_nodes: int,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
-        self.sessions = SessionTable(model, identity)
+        self.sessions = SessionTable(model, identity, grammars)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._max_nodes = max_nodes
@@ -112,7 +115,10 @@ class TargetEngine:
         if refused is None:
             assert session is not None
             self._forget(session)
-            self.sessions.open(session, request, sink)
+            try:
+                self.sessions.open(session, request, sink)
+            except InvalidParameter as error:
+                return refuse(request.session_id, RefusalCode.INVALID, str(error))
         return refused
 
     def _take_verify(self, request: Verify, sink: ReplySink, outbox: Outbox) -> Refused | None:
@@ -205,12 +211,14 @@ def _verify_segment(session: Session, verify: Verify) -> Segment:
 
 
 def _row_group(session: Session, verify: Verify | None) -> RowGroup:
+    tree = verify.tree if verify else TokenTree()
     return RowGroup(
         params=session.params,
         rule=session.rule,
         position=len(session.tokens),
-        tree=verify.tree if verify else TokenTree(),
+        tree=tree,
         draft_probs=verify.draft_probs if verify else None,
         context=session.tokens,
         prompt_length=session.prompt_length,
+        allowed=session.allowed(((), *tree.paths)),
     )

@@ -1,6 +1,7 @@
 """What a request asks of sampling. Validated here once, for every front door and the wire."""
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from specdec_ray.errors import InvalidParameter
@@ -9,6 +10,7 @@ MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
+MAX_GRAMMAR_CHARS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class SamplingParams:
         bad_words: token sequences that may not be emitted.
         min_tokens: tokens before the first of `end_token_ids`.
         end_token_ids: ids that `min_tokens` keeps away.
+        grammar: what the output must match, in llguidance's form; empty for anything.
 
     Raises:
         InvalidParameter: naming the field, its limit and the value.
@@ -48,6 +51,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         _check(self.temperature, "temperature", 0, 100)
@@ -66,6 +70,7 @@ class SamplingParams:
         for word in self.bad_words:
             _check(len(word), "bad_words", 1, MAX_BAD_WORD_TOKENS)
         _check(self.min_tokens, "min_tokens", 0, 2**31 - 1)
+        _check_count(self.grammar, "response_format", MAX_GRAMMAR_CHARS, "characters")
 
     @property
     def greedy(self) -> bool:
@@ -81,7 +86,7 @@ class SamplingParams:
         return self.penalised or bool(self.logit_bias or self.bad_words or self.min_tokens)
 
 
-def _check_count(values: tuple[object, ...], field: str, limit: int, what: str) -> None:
+def _check_count(values: Sized, field: str, limit: int, what: str) -> None:
     if len(values) > limit:
         raise InvalidParameter(field, f"limit is {limit} {what}, got {len(values)}")
 

@@ -292,6 +292,7 @@ def _sampling(params: SamplingParams) -> pb.Sampling:
         bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
         min_tokens=params.min_tokens,
         end_token_ids=params.end_token_ids,
+        grammar=params.grammar,
     )
 
 
@@ -313,6 +314,7 @@ def _decode_sampling(sampling: pb.Sampling, limits: WireLimits) -> SamplingParam
         bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
         min_tokens=sampling.min_tokens,
         end_token_ids=tuple(sampling.end_token_ids),
+        grammar=sampling.grammar,
     )
 
 

@@ -1,0 +1,97 @@
+"""What a grammar allows next: structured output, by llguidance.
+
+Masks are computed per row, each below its own drafted path, so a rejected draft leaves no trace.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import llguidance
+import llguidance.hf
+import llguidance.torch
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specdec_ray.errors import InvalidParameter
+
+logger = logging.getLogger(__name__)
+
+
+class GrammarState:
+    """One session's place in its grammar.
+
+    Args:
+        start: how many of the session's tokens are the prompt; the grammar begins behind them.
+        end_token_ids: what may follow where nothing else may.
+    """
+
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        start: int,
+        vocab_size: int,
+        end_token_ids: Sequence[int],
+    ) -> None:
+        self._matcher = matcher
+        self._followed = start
+        self._vocab_size = vocab_size
+        self._ends = list(end_token_ids)
+
+    def allowed(self, tokens: Sequence[int], paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """What may follow the committed tokens and each path: bool [paths, V].
+
+        Below a node that the grammar forbids everything is allowed: it is never reached.
+
+        Args:
+            tokens: the session's committed tokens; they only ever grow.
+        """
+        self._matcher.try_consume_tokens(list(tokens[self._followed :]))
+        self._followed = len(tokens)
+        masks = llguidance.torch.allocate_token_bitmask(len(paths), self._vocab_size)
+        for row, path in enumerate(paths):
+            consumed = self._matcher.try_consume_tokens(list(path))
+            if consumed == len(path) or self._matcher.is_stopped():
+                llguidance.torch.fill_next_token_bitmask(self._matcher, masks, row)
+            self._matcher.rollback(consumed)
+        bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+        allowed = torch.from_numpy(bits[:, : self._vocab_size]).bool()
+        stuck = ~allowed.any(-1)  # a tokenizer may lack a byte that the grammar needs
+        allowed[stuck.nonzero(), self._ends] = True
+        return allowed
+
+
+class Grammars:
+    """Makes grammar states over one model's vocabulary.
+
+    Raises:
+        InvalidParameter: the tokenizer cannot be read byte by byte, or there is no end token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        end_token_ids: Sequence[int],
+    ) -> None:
+        if not end_token_ids:
+            raise InvalidParameter("response_format", "the model has no end token")
+        self._vocab_size = vocab_size
+        self._ends = sorted(end_token_ids)
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(
+                tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=self._ends
+            )
+        except ValueError as error:
+            raise InvalidParameter("response_format", str(error)) from error
+
+    def start(self, grammar: str, prompt_length: int) -> GrammarState:
+        """Begin a grammar behind a prompt.
+
+        Raises:
+            InvalidParameter: it is none.
+        """
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar)
+        if matcher.is_error():
+            raise InvalidParameter("response_format", matcher.get_error()[:500])
+        return GrammarState(matcher, prompt_length, self._vocab_size, self._ends)
