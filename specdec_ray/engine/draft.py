@@ -211,6 +211,7 @@ def _draw_row(session: Session, drafted: list[int]) -> DrawRow:
         session.params,
         session.rule,
         position=len(session.tokens) + len(drafted),
+        depth=len(drafted),
         context=(*session.tokens, *drafted) if session.params.edits_logits else (),
         prompt_length=session.prompt_length,
         allowed=session.allowed([tuple(drafted)]),

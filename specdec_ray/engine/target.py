@@ -20,7 +20,6 @@ from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.speculation.acceptance import Judgement
-from specdec_ray.speculation.proposal import Rule
 from specdec_ray.speculation.step import RowGroup, judge
 from specdec_ray.speculation.tree import TokenTree
 
@@ -163,12 +162,10 @@ class TargetEngine:
                 f"{len(session.tokens)} tokens and {len(tree)} drafted ones exceed the session's "
                 f"{session.max_length}"
             )
-        if session.rule is Rule.REJECTION and not session.params.greedy and tree.tokens:
-            if not tree.is_chain:
-                return "the rejection rule verifies chains only"
-            if fault := check_draft_probs(request, self._vocab_limit):
-                return fault
-        return check_tokens(tree.tokens, self._vocab_limit)
+        fault = check_tokens(tree.tokens, self._vocab_limit)
+        if fault or request.draft_probs is None or not session.rule.needs_draft_probs:
+            return fault
+        return check_draft_probs(request.draft_probs, tree, self._vocab_limit)
 
     def _conclude(
         self, session: Session, verify: Verify, judgement: Judgement, outbox: Outbox

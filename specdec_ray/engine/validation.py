@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec_ray.engine.messages import Open, RefusalCode, Refused, Verify
+from specdec_ray.engine.messages import Open, RefusalCode, Refused
 from specdec_ray.engine.sessions import Session
+from specdec_ray.speculation.proposal import DraftProbs
+from specdec_ray.speculation.tree import TokenTree
 
 
 def refuse(session_id: bytes, code: RefusalCode, message: str, known_length: int = 0) -> Refused:
@@ -20,18 +22,15 @@ def check_tokens(tokens: Sequence[int], vocab_limit: int) -> str | None:
     return None
 
 
-def check_draft_probs(verify: Verify, vocab_limit: int) -> str | None:
+def check_draft_probs(probs: DraftProbs, tree: TokenTree, vocab_limit: int) -> str | None:
     """Why a proposal's q cannot be what its nodes were drawn from, or None."""
-    probs = verify.draft_probs
-    if probs is None:
-        return "the rejection rule needs draft_probs"
-    if probs.ids.shape != probs.probs.shape or len(probs.ids) != len(verify.tree):
-        return f"draft_probs have shape {tuple(probs.ids.shape)} for {len(verify.tree)} nodes"
+    if probs.ids.shape != probs.probs.shape or len(probs.ids) != len(tree):
+        return f"draft_probs have shape {tuple(probs.ids.shape)} for {len(tree)} nodes"
     if not bool(((probs.ids >= 0) & (probs.ids < vocab_limit)).all()):
         return f"draft_probs name a token id outside [0, {vocab_limit})"
     if not bool(((probs.probs >= 0) & ((probs.probs.sum(-1) - 1).abs() < 1e-3)[:, None]).all()):
         return "draft_probs must be probabilities that sum to one"
-    nodes = torch.tensor(verify.tree.tokens)[:, None]
+    nodes = torch.tensor(tree.tokens, dtype=torch.int64)[:, None]
     if not bool(((probs.ids == nodes) & (probs.probs > 0)).any(-1).all()):
         return "a drafted token is not in its own draft_probs"
     return None

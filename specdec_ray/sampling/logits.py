@@ -55,6 +55,7 @@ class RowParams:
     Attributes:
         temperature, top_p, min_p: float64 [N].
         top_k, seed, choice, position: int64 [N]; top_k 0 keeps all.
+        base: int64 [N], position at which the row's round begins.
         filtered: some row has a filter at all. Known on the host, so that no step waits for it.
         needs_mass: some row has a top_p that counts against the whole vocabulary.
     """
@@ -66,22 +67,28 @@ class RowParams:
     seed: torch.Tensor
     choice: torch.Tensor
     position: torch.Tensor
+    base: torch.Tensor
     filtered: bool
     needs_mass: bool
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device
+        cls,
+        params: Sequence[SamplingParams],
+        positions: Sequence[int],
+        device: torch.device,
+        bases: Sequence[int] | None = None,
     ) -> "RowParams":
-        """One entry of `params` and `positions` per row."""
+        """One entry of `params`, `positions` and `bases` per row; rounds begin at their own
+        position unless told."""
         floats = torch.tensor(
             [(max(p.temperature, _MIN_TEMPERATURE), p.top_p, p.min_p) for p in params],
             dtype=torch.float64,
         ).to(device)
         ints = torch.tensor(
             [
-                (p.top_k, p.seed, p.choice, position)
-                for p, position in zip(params, positions, strict=True)
+                (p.top_k, p.seed, p.choice, position, base)
+                for p, position, base in zip(params, positions, bases or positions, strict=True)
             ]
         ).to(device)
         return cls(
@@ -92,6 +99,7 @@ class RowParams:
             seed=ints[:, 1],
             choice=ints[:, 2],
             position=ints[:, 3],
+            base=ints[:, 4],
             filtered=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
             needs_mass=any(p.top_p < 1 and not p.top_k for p in params),
         )

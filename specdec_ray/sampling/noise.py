@@ -54,8 +54,13 @@ def exponential(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(keys: torch.Tensor) -> torch.Tensor:
-    """One uniform number in (0, 1) per row: float64 [N]."""
+    """One uniform number in (0, 1) per key: float64 of the keys' shape."""
     return _unit_(keys + _GAMMA)
+
+
+def subkeys(keys: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
+    """Keys of independent streams below each key: int64, arguments broadcast."""
+    return _mix_(keys + (counters + 1) * _GAMMA)
 
 
 def _unit_(state: torch.Tensor) -> torch.Tensor:

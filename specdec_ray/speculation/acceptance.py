@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec_ray.sampling.logits import Distribution, RowParams
-from specdec_ray.sampling.noise import Purpose, exponential, row_keys, uniform
-from specdec_ray.speculation.proposal import DraftProbs
+from specdec_ray.sampling.noise import Purpose, exponential, row_keys, subkeys, uniform
+from specdec_ray.speculation.proposal import Children
 from specdec_ray.speculation.tree import ROOT, TokenTree
 
 INVALID = -1  # the token of a row whose logits are NaN or have no finite maximum
@@ -41,43 +41,80 @@ def coupled(target: Distribution, rows: RowParams) -> torch.Tensor:
 
 
 def rejection(
-    target: Distribution, rows: RowParams, children: torch.Tensor, draft: DraftProbs
+    target: Distribution, rows: RowParams, children: Children
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling on chains: accept x with probability min(1, p(x)/q(x)), else draw from
-    the residual norm(max(p - q, 0)); a row without a child draws from p.
+    """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else go on with the
+    residual norm(max(p - q, 0)) in place of p: try the next sibling against it, or draw from it.
 
-    Leviathan, Kalman, Matias 2023; Chen et al. 2023. Exact because
-    min(p, q) + (1 - sum min(p, q)) * residual = p, for the q that was really sampled from; coin
-    and residual draw must be independent of the draw from q and of each other.
-
-    Args:
-        target: distributions of N rows.
-        children: int64 [N], the drafted token below each row, -1 where there is none.
-        draft: q of the rows' children, [N, m]; zero rows where there is no child.
+    Leviathan, Kalman, Matias 2023; Chen et al. 2023; for siblings drawn without replacement Miao
+    et al. 2024 (SpecInfer), Chen et al. 2024 (Sequoia). Exact because
+    min(p, q) + (1 - sum min(p, q)) * residual = p, for the q that was really sampled from; coins
+    and residual draw must be independent of the draws from q and of each other.
 
     Returns:
-        bool [N] whether the child is accepted, int64 [N] the token if it is not.
+        bool [N, B] whether a child is accepted if those before it are not, int64 [N] the token if
+        none is.
     """
-    accept_probs, residual = rejection_law(target, children, draft)
-    accepted = uniform(_keys(rows, Purpose.ACCEPT)) < accept_probs
-    return accepted, race(residual, rows, Purpose.RESIDUAL)
+    accept_probs, residual = rejection_law(target, children)
+    return _toss(accept_probs, rows), race(residual, rows, Purpose.RESIDUAL)
 
 
-def rejection_law(
-    target: Distribution, children: torch.Tensor, draft: DraftProbs
-) -> tuple[torch.Tensor, Distribution]:
-    """The two laws of `rejection`: float64 [N] min(1, p(x)/q(x)) of the children, 0 without one,
-    and the residual, not normalised, on the target's support."""
-    columns, held = target.find(torch.cat((children[:, None], draft.ids), 1))
-    p = target.probs.double()
-    q = draft.probs.double()
-    p_child = (p.gather(1, columns[:, :1]) * held[:, :1])[:, 0]
-    q_child = (q * (draft.ids == children[:, None])).sum(-1)
-    accept_probs = torch.where(q_child > 0, (p_child / q_child).clamp(max=1), 0.0)
-    weights = p.scatter_add(1, columns[:, 1:], -q * held[:, 1:]).clamp_(min=0)
-    # Without residual mass p equals q and rejection has probability zero; p keeps the draw defined.
-    weights = torch.where(weights.sum(-1, keepdim=True) > 0, weights, p)
-    return accept_probs, replace(target, probs=weights)
+def rejection_law(target: Distribution, children: Children) -> tuple[torch.Tensor, Distribution]:
+    """The two laws of `rejection`: float64 [N, B] the probability that a child is accepted if those
+    before it are not, 0 without one, and the residual, not normalised, on the target's support.
+
+    A child that repeats a sibling, or whose q has no mass beyond its siblings, is passed over.
+    """
+    weights = target.probs.double()
+    accept_probs = []
+    for rank in range(children.tokens.shape[1]):
+        p_child, q_child, q = _meet(target, weights, children, rank)
+        accept_probs.append(torch.where(q_child > 0, (p_child / q_child).clamp(max=1), 0.0))
+        left = (weights - q).clamp_(min=0)
+        mass = left.sum(-1, keepdim=True)
+        # Without residual mass p equals q and rejection has probability zero; p keeps the draw
+        # defined. Without q(x) the child is no draw from q.
+        passed = (mass > 0) & (q_child[:, None] > 0)
+        weights = torch.where(passed, left / mass, weights)
+    return torch.stack(accept_probs, 1), replace(target, probs=weights)
+
+
+def _drawn_from(children: Children, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q of one rank's children without the siblings before them: ids and float64 probs [N, m]."""
+    nodes = children.nodes[:, rank]
+    ids, q = children.draft.ids[nodes], children.draft.probs[nodes].double()
+    q = torch.where(children.tokens[:, rank, None] < 0, 0.0, q)
+    if rank:
+        siblings = children.tokens[:, None, :rank]
+        q = torch.where((ids[:, :, None] == siblings).any(-1), 0.0, q)
+        q = (q / q.sum(-1, keepdim=True)).nan_to_num(0.0)
+    return ids, q
+
+
+def _meet(
+    target: Distribution, weights: torch.Tensor, children: Children, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where p and the q of one rank's children meet.
+
+    Args:
+        weights: float64 [N, S], what stands for p on the target's support.
+
+    Returns:
+        p and q of the children, float64 [N], and q on the target's support, [N, S].
+    """
+    child = children.tokens[:, rank, None]
+    q_ids, q = _drawn_from(children, rank)
+    columns, held = target.find(torch.cat((child, q_ids), 1))
+    p_child = (weights.gather(1, columns[:, :1]) * held[:, :1])[:, 0]
+    q_child = (q * (q_ids == child)).sum(-1)
+    on_support = torch.zeros_like(weights).scatter_add_(1, columns[:, 1:], q * held[:, 1:])
+    return p_child, q_child, on_support
+
+
+def _toss(probs: torch.Tensor, rows: RowParams) -> torch.Tensor:
+    """Independent coins that fall on True with `probs` [N, B]."""
+    ranks = torch.arange(probs.shape[1], device=probs.device)
+    return uniform(subkeys(_keys(rows, Purpose.ACCEPT)[:, None], ranks)) < probs
 
 
 def race(weights: Distribution, rows: RowParams, purpose: Purpose) -> torch.Tensor:
@@ -115,4 +152,8 @@ def walk(tree: TokenTree, tokens: Sequence[int], accepted: Sequence[bool]) -> Ju
 
 
 def _keys(rows: RowParams, purpose: Purpose) -> torch.Tensor:
-    return row_keys(rows.seed, rows.choice, rows.position, purpose)
+    """What is drawn once per position is keyed by it. Drafts and coins are drawn anew each round:
+    the round before may have ended early because of what it drew for these very positions."""
+    if purpose in (Purpose.COUPLED, Purpose.RESIDUAL):
+        return row_keys(rows.seed, rows.choice, rows.position, purpose)
+    return subkeys(row_keys(rows.seed, rows.choice, rows.base, purpose), rows.position - rows.base)

@@ -4,16 +4,16 @@ Greedy rows need neither softmax nor noise, and a row that samples from the whol
 widen everyone's support to it, so they are kept apart.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from specdec_ray.errors import InvalidParameter
 from specdec_ray.sampling.edits import History, edit_
 from specdec_ray.sampling.logits import RowParams
 from specdec_ray.sampling.params import SamplingParams
-from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.proposal import Children, DraftProbs, Rule
 from specdec_ray.speculation.tree import TokenTree
 
 # Elements of a batch. On a CPU float64 temporaries stay below 8 MB: larger ones come fresh from the
@@ -28,8 +28,9 @@ class RowGroup:
 
     Attributes:
         position: absolute position of the token that the root's row chooses.
-        draft_probs: q of each node under the rejection rule; None if the proposal is
+        draft_probs: q of each node under a rule that needs it; None if the proposal is
             deterministic, which makes q one-hot.
+        depth: of the root's row below the round's beginning, where a draft draws a later token.
         context: tokens before the root's row, and how many of them are the prompt; read only where
             the parameters depend on them.
         allowed: bool [rows, V], what a grammar allows at each row; None where there is none.
@@ -43,14 +44,15 @@ class RowGroup:
     context: Sequence[int] = ()
     prompt_length: int = 0
     allowed: torch.Tensor | None = None
+    depth: int = 0
 
     def __len__(self) -> int:
         return 1 + len(self.tree)
 
     @property
-    def rejects(self) -> bool:
-        """Whether acceptance is tossed for; at temperature 0 both rules compare tokens."""
-        return self.rule is Rule.REJECTION and not self.params.greedy
+    def compares(self) -> bool:
+        """Whether a node is accepted for being its parent row's token, as at temperature 0."""
+        return self.rule is Rule.COUPLED or self.params.greedy
 
     @property
     def edits_logits(self) -> bool:
@@ -94,23 +96,55 @@ class RowBatch:
         positions = [
             group.position + depth for group in self.groups for depth in (0, *group.tree.depths)
         ]
-        return RowParams.of(params, positions, device)
+        bases = [group.position - group.depth for group in self.groups for _ in range(len(group))]
+        return RowParams.of(params, positions, device, bases)
 
-    def children(self, device: torch.device) -> torch.Tensor:
-        """The chain's next token below each row, -1 below the last: int64 [N]."""
-        return torch.tensor(
-            [token for group in self.groups for token in (*group.tree.tokens, -1)], device=device
+    def children(self, device: torch.device) -> Children:
+        """The nodes below each row, and the q they were drawn from, padded to one width."""
+        parents, ranks = self._places()
+        shape = len(self.rows), max(ranks) + 1
+        own = [row for row, parent in enumerate(parents) if parent >= 0]
+        nodes = torch.tensor(own, dtype=torch.int64)
+        below = torch.tensor(parents)[nodes], torch.tensor(ranks)[nodes]
+        drafted = [token for group in self.groups for token in (-1, *group.tree.tokens)]
+        tokens = torch.full(shape, -1).index_put_(below, torch.tensor(drafted)[nodes])
+        rows = torch.zeros(shape, dtype=torch.int64).index_put_(below, nodes)
+        draft = self._draft_probs()
+        return Children(
+            tokens.to(device),
+            rows.to(device),
+            DraftProbs(draft.ids.to(device), draft.probs.to(device)),
         )
 
-    def child_probs(self, device: torch.device) -> DraftProbs:
-        """q of each row's child, padded to one width; a zero row below the last."""
+    def by_node(self, of_children: torch.Tensor) -> torch.Tensor:
+        """What is known of each row's children [N, B] by the child's own row [N]; any for roots."""
+        parents, ranks = torch.tensor(self._places()).to(of_children.device)
+        return of_children[parents, ranks]
+
+    def _places(self) -> tuple[list[int], list[int]]:
+        """Each row's parent row in the batch, -1 for roots, and its rank among its siblings."""
+        parents: list[int] = []
+        ranks: list[int] = []
+        for group in self.groups:
+            first = len(parents)
+            siblings: Counter[int] = Counter()
+            parents.append(-1)
+            ranks.append(0)
+            for parent in group.tree.parents:
+                parents.append(first + parent + 1)
+                ranks.append(siblings[parent])
+                siblings[parent] += 1
+        return parents, ranks
+
+    def _draft_probs(self) -> DraftProbs:
+        """q of each row's node, padded to one width; zero for roots."""
         shipped = [group.draft_probs for group in self.groups if group.draft_probs is not None]
         width = max((probs.ids.shape[1] for probs in shipped), default=1)
         ids = torch.zeros(len(self.rows), width, dtype=torch.int64)
         values = torch.zeros(len(self.rows), width)
         row = 0
         for group in self.groups:
-            nodes, probs = slice(row, row + len(group.tree)), group.draft_probs
+            nodes, probs = slice(row + 1, row + len(group)), group.draft_probs
             if probs is None:
                 ids[nodes, 0] = torch.tensor(group.tree.tokens, dtype=torch.int64)
                 values[nodes, 0] = 1.0
@@ -118,7 +152,7 @@ class RowBatch:
                 ids[nodes, : probs.ids.shape[1]] = probs.ids
                 values[nodes, : probs.ids.shape[1]] = probs.probs
             row += len(group)
-        return DraftProbs(ids.to(device), values.to(device))
+        return DraftProbs(ids, values)
 
 
 def edited(logits: torch.Tensor, groups: Sequence[RowGroup]) -> torch.Tensor:
@@ -139,18 +173,12 @@ def batches(
     logits: torch.Tensor,
     candidates: Callable[[SamplingParams], int | None],
 ) -> Iterable[RowBatch]:
-    """The batches of a step whose groups' rows follow each other in `logits` [R, V].
-
-    Raises:
-        InvalidParameter: the rejection rule is asked to verify more than a chain.
-    """
+    """The batches of a step whose groups' rows follow each other in `logits` [R, V]."""
     capacity = _CPU_BATCH if logits.device.type == "cpu" else _GPU_BATCH
     full: list[RowBatch] = []
     filling: dict[tuple[Rule | None, int | None], RowBatch] = {}
     row = 0
     for group in groups:
-        if group.rejects and not group.tree.is_chain:
-            raise InvalidParameter("parents", "the rejection rule verifies chains only")
         greedy = group.params.greedy
         key = (None, None) if greedy else (group.rule, candidates(group.params))
         batch = filling.setdefault(key, RowBatch(*key))

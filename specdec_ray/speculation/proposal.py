@@ -8,15 +8,23 @@ import torch
 
 
 class Rule(StrEnum):
-    """Acceptance rules. Greedy decoding is either rule at temperature 0."""
+    """Acceptance rules. Greedy decoding is any of them at temperature 0."""
 
     COUPLED = "coupled"
     REJECTION = "rejection"
+
+    @property
+    def needs_draft_probs(self) -> bool:
+        """Whether the rule weighs the laws that nodes were drawn from."""
+        return self is Rule.REJECTION
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
     """The sparse distributions the nodes of a proposal were really drawn from.
+
+    Siblings are drawn without replacement from one distribution, which each of them names: the
+    rule itself takes out the siblings before a node.
 
     Attributes:
         ids: int64 [nodes, m], token ids of the support.
@@ -30,3 +38,18 @@ class DraftProbs:
     def stack(cls, rows: Sequence["DraftProbs"]) -> "DraftProbs":
         """Rows of one width, one below the other."""
         return cls(torch.cat([row.ids for row in rows]), torch.cat([row.probs for row in rows]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """The nodes below each of N rows, at most B, in the order they are tried.
+
+    Attributes:
+        tokens: int64 [N, B], -1 where there is none.
+        nodes: int64 [N, B], each child's row in `draft`; any where there is none.
+        draft: what the nodes were drawn from.
+    """
+
+    tokens: torch.Tensor
+    nodes: torch.Tensor
+    draft: DraftProbs

@@ -47,7 +47,6 @@ def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) ->
 
     Raises:
         FloatingPointError: the model produced NaN or a row without a finite maximum.
-        InvalidParameter: the rejection rule is asked to verify more than a chain.
     """
     if not groups:
         return []
@@ -78,6 +77,7 @@ class DrawRow:
 
     Attributes:
         position: that of the token to draw.
+        depth: tokens of this round drafted before it.
         context: the tokens before it; read only where the parameters depend on them.
         prompt_length: how many of those are the prompt.
         allowed: bool [1, V], what a grammar allows.
@@ -89,6 +89,7 @@ class DrawRow:
     context: Sequence[int] = ()
     prompt_length: int = 0
     allowed: torch.Tensor | None = None
+    depth: int = 0
 
 
 def draw(
@@ -113,6 +114,7 @@ def draw(
             context=row.context,
             prompt_length=row.prompt_length,
             allowed=row.allowed,
+            depth=row.depth,
         )
         for row in rows
     ]
@@ -150,7 +152,7 @@ def _decide(
     groups: Sequence[RowGroup],
     candidates: Callable[[SamplingParams], int | None],
 ) -> tuple[list[int], list[int]]:
-    """Each row's token, and whether its child is accepted where a toss decides that."""
+    """Each row's token, and whether its node is accepted where that is more than equality."""
     tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     accepted = torch.zeros_like(tokens)
     for batch in batches(groups, logits, candidates):
@@ -163,9 +165,8 @@ def _decide(
         if batch.rule is Rule.COUPLED:
             tokens[index] = coupled(target, params)
         else:
-            children, draft = batch.children(logits.device), batch.child_probs(logits.device)
-            flags, tokens[index] = rejection(target, params, children, draft)
-            accepted[index] = flags.long()
+            taken, tokens[index] = rejection(target, params, batch.children(logits.device))
+            accepted[index] = batch.by_node(taken).long()
     host_tokens, host_accepted = torch.stack((tokens, accepted)).tolist()
     return host_tokens, host_accepted
 
@@ -177,8 +178,8 @@ def _same(candidates: int | None, params: SamplingParams) -> int | None:
 
 def _verdict(group: RowGroup, tokens: Sequence[int], accepted: Sequence[int]) -> Judgement:
     tree = group.tree
-    if group.rejects:
-        return walk(tree, tokens, [bool(flag) for flag in accepted[: len(tree)]])
+    if not group.compares:
+        return walk(tree, tokens, [bool(flag) for flag in accepted[1:]])
     equal = [
         tokens[parent + 1] == token for parent, token in zip(tree.parents, tree.tokens, strict=True)
     ]

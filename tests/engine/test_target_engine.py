@@ -150,12 +150,22 @@ def test_a_busy_session_takes_no_second_request(target):
     assert isinstance(target.replies[-1], Opened)
 
 
-def test_rejection_needs_q_and_a_chain(target):
+def test_rejection_takes_deterministic_proposals_and_trees(target):
     opened = target.open(PROMPT, params=SamplingParams(), rule=Rule.REJECTION)
     base = len(PROMPT) + 1
-    assert "draft_probs" in target.verify(opened.handle, 1, base, [1]).message
+    first = target.verify(opened.handle, 1, base, TokenTree((1, 2, 3), (ROOT, ROOT, 1)))
+    assert isinstance(first, Verdict)
+    base += len(first.emitted)
+    q = DraftProbs(torch.tensor([[1, 2]] * 2), torch.tensor([[0.25, 0.75]] * 2))
     tree = TokenTree((1, 2), (ROOT, ROOT))
-    assert "chains" in target.verify(opened.handle, 1, base, tree).message
+    assert isinstance(target.verify(first.handle, 2, base, tree, q), Verdict)
+
+
+def test_q_must_be_what_the_nodes_were_drawn_from(target):
+    opened = target.open(PROMPT, params=SamplingParams(), rule=Rule.REJECTION)
+    base = len(PROMPT) + 1
+    q = DraftProbs(torch.tensor([[1, 6]]), torch.tensor([[0.5, 0.5]]))
+    assert "for 2 nodes" in target.verify(opened.handle, 1, base, [1, 6], q).message
     q = DraftProbs(torch.tensor([[5, 6]]), torch.tensor([[0.5, 0.5]]))
     assert "not in its own" in target.verify(opened.handle, 1, base, [1], q).message
     q = DraftProbs(torch.tensor([[1, 6]]), torch.tensor([[0.5, torch.nan]]))

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from specdec_ray.errors import InvalidParameter
 from specdec_ray.sampling.logits import NUCLEUS_CANDIDATES
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation import batches, step
@@ -253,12 +252,6 @@ def test_the_smallest_temperatures_are_nearly_greedy(temperature, top_p):
     own = SamplingParams(temperature=temperature, top_p=top_p)
     judged = judge(logits, [RowGroup(own, Rule.COUPLED, 0)] * 3, V)
     assert [j.emitted[0] for j in judged] == logits.argmax(-1).tolist()
-
-
-def test_rejection_refuses_a_branching_tree():
-    tree = TokenTree((1, 2), (ROOT, ROOT))
-    with pytest.raises(InvalidParameter, match="chains"):
-        judge(torch.randn(3, V), [RowGroup(SamplingParams(), Rule.REJECTION, 0, tree)], V)
 
 
 def test_nothing_to_judge():

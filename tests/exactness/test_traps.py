@@ -26,15 +26,15 @@ def draft_probs(law: Distribution) -> DraftProbs:
     return DraftProbs(law.ids, law.probs)
 
 
-def test_1_a_drafted_token_is_never_dropped_for_its_own_q(seed_rows, follows_law):
+def test_1_a_drafted_token_is_never_dropped_for_its_own_q(below, seed_rows, follows_law):
     """Dropping x because q(x) is low hands the target a position that is no longer a draw from q;
     under coupling any pruning leaves the very same tokens."""
     p = np.array([0.9, 0.1])
     rows = seed_rows(SamplingParams(), N)
     law = every_row(p)
     drafted = race(law, rows, Purpose.DRAFT)
-    accepted, replacement = rejection(law, rows, drafted, draft_probs(law))
-    emitted = torch.where(accepted, drafted, replacement)
+    accepted, replacement = rejection(law, rows, below(drafted, draft_probs(law)))
+    emitted = torch.where(accepted[:, 0], drafted, replacement)
     assert follows_law(emitted[:, None], p, 2)
 
     dropped = law.probs.gather(1, drafted[:, None])[:, 0] < 0.5
@@ -60,15 +60,15 @@ def test_1_a_drafted_token_is_never_dropped_for_its_own_q(seed_rows, follows_law
     assert all(len(t) == 3 for t in texts[2])  # equal models agree on every token
 
 
-def test_2_draft_and_residual_share_no_noise(seed_rows, follows_law, monkeypatch):
+def test_2_draft_and_residual_share_no_noise(below, seed_rows, follows_law, monkeypatch):
     p, q = np.array([0.05, 0.35, 0.3, 0.3]), np.full(4, 0.25)
     rows = seed_rows(SamplingParams(), N)
     target, draft = every_row(p), every_row(q)
 
     def emitted(purpose):
         drafted = race(draft, rows, purpose)
-        accepted, replacement = rejection(target, rows, drafted, draft_probs(draft))
-        return torch.where(accepted, drafted, replacement)[:, None]
+        accepted, replacement = rejection(target, rows, below(drafted, draft_probs(draft)))
+        return torch.where(accepted[:, 0], drafted, replacement)[:, None]
 
     assert follows_law(emitted(Purpose.DRAFT), p, 4)
     assert not follows_law(emitted(Purpose.RESIDUAL), p, 4)  # what sharing would give
@@ -83,15 +83,15 @@ def test_2_the_toss_is_independent_of_the_draw_and_of_the_residual():
             assert abs(np.corrcoef(coin, noise[:, token])[0, 1]) < 0.015
 
 
-def test_3_the_law_shipped_is_the_law_drawn_from(seed_rows, follows_law):
+def test_3_the_law_shipped_is_the_law_drawn_from(below, seed_rows, follows_law):
     """Raw q shipped for a draw from filtered q gives another law than the target's."""
     p, raw = np.array([0.5, 0.3, 0.2]), np.array([0.6, 0.2, 0.2])
     rows = seed_rows(SamplingParams(), N)
     target, filtered = every_row(p), every_row(np.array([0.75, 0.25, 0.0]))
     drafted = race(filtered, rows, Purpose.DRAFT)
     for shipped, exact in [(filtered, True), (every_row(raw), False)]:
-        accepted, replacement = rejection(target, rows, drafted, draft_probs(shipped))
-        emitted = torch.where(accepted, drafted, replacement)[:, None]
+        accepted, replacement = rejection(target, rows, below(drafted, draft_probs(shipped)))
+        emitted = torch.where(accepted[:, 0], drafted, replacement)[:, None]
         assert follows_law(emitted, p, 3) is exact
 
 
@@ -126,15 +126,15 @@ def test_4_noise_is_fine_enough_for_a_large_vocabulary(seed_rows):
     assert tokens == [(7,)] * rows
 
 
-def test_5_no_residual_mass_is_no_rejection(seed_rows):
+def test_5_no_residual_mass_is_no_rejection(below, seed_rows):
     """p == q leaves nothing to draw from; that neither crashes nor is reached."""
     law = every_row(np.array([0.25, 0.75, 0.0]))
     rows = seed_rows(SamplingParams(), N)
     drafted = race(law, rows, Purpose.DRAFT)
-    accept_probs, residual = rejection_law(law, drafted, draft_probs(law))
+    accept_probs, residual = rejection_law(law, below(drafted, draft_probs(law)))
     assert bool((accept_probs == 1).all())
     assert torch.equal(residual.probs, law.probs.double())
-    accepted, token = rejection(law, rows, drafted, draft_probs(law))
+    accepted, token = rejection(law, rows, below(drafted, draft_probs(law)))
     assert bool(accepted.all())
     assert set(token.tolist()) == {0, 1}
 

@@ -12,7 +12,7 @@ from specdec_ray.sampling.logits import RowParams, distribution
 from specdec_ray.sampling.noise import Purpose
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.acceptance import coupled, race, rejection
-from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.proposal import Children, DraftProbs, Rule
 
 START = 1
 
@@ -40,13 +40,25 @@ class Toy:
         return law.flatten().numpy()
 
 
-def rows_of(params: SamplingParams, n: int, position: torch.Tensor | None = None) -> RowParams:
+def chain_of(tokens: torch.Tensor, draft: DraftProbs) -> Children:
+    """One child below each of N rows, drawn from the row of `draft` of the same number."""
+    return Children(tokens[:, None], torch.arange(len(tokens))[:, None], draft)
+
+
+def rows_of(
+    params: SamplingParams,
+    n: int,
+    position: torch.Tensor | None = None,
+    base: torch.Tensor | None = None,
+) -> RowParams:
     """N rows of one request that differ by their seed, 0 to n - 1."""
     one = RowParams.of([params], [0], torch.device("cpu"))
-    fields = ("temperature", "top_p", "min_p", "top_k", "choice", "position")
+    fields = ("temperature", "top_p", "min_p", "top_k", "choice", "position", "base")
     rows = replace(one, **{name: getattr(one, name).expand(n) for name in fields})
     rows = replace(rows, seed=torch.arange(n))
-    return rows if position is None else replace(rows, position=position)
+    if position is None:
+        return rows
+    return replace(rows, position=position, base=position if base is None else base)
 
 
 def write(toy: Toy, params: SamplingParams, rule: Rule, k: int, n: int, length: int):
@@ -58,14 +70,14 @@ def write(toy: Toy, params: SamplingParams, rule: Rule, k: int, n: int, length: 
     while int(known.min()) < 1 + length:
         chain, laws = [text[every, known - 1]], []
         for depth in range(k):
-            rows = rows_of(params, n, known + depth)
+            rows = rows_of(params, n, known + depth, known)
             q = replace(distribution(toy.draft[chain[-1]], rows, 64), complete=None)
             purpose = Purpose.COUPLED if rule is Rule.COUPLED else Purpose.DRAFT
             chain.append(race(q, rows, purpose))
             laws.append(DraftProbs(q.ids, q.probs))
         base, alive = known.clone(), torch.ones(n, dtype=torch.bool)
         for depth in range(k + 1):
-            rows = rows_of(params, n, base + depth)
+            rows = rows_of(params, n, base + depth, base)
             p = distribution(toy.target[chain[depth]], rows)
             child = chain[depth + 1] if depth < k else torch.full((n,), -1)
             if rule is Rule.COUPLED:
@@ -73,7 +85,9 @@ def write(toy: Toy, params: SamplingParams, rule: Rule, k: int, n: int, length: 
                 accepted = token == child
             else:
                 none = DraftProbs(p.ids[:, :1], torch.zeros(n, 1))
-                accepted, token = rejection(p, rows, child, laws[depth] if depth < k else none)
+                below = chain_of(child, laws[depth] if depth < k else none)
+                taken, token = rejection(p, rows, below)
+                accepted = taken[:, 0]
                 token = torch.where(accepted, child, token)
             alive &= known < text.shape[1]
             text[every[alive], known[alive]] = token[alive]
@@ -135,6 +149,11 @@ def write_texts():
 @pytest.fixture(scope="session")
 def follows_law():
     return agrees
+
+
+@pytest.fixture(scope="session")
+def below():
+    return chain_of
 
 
 @pytest.fixture(scope="session")
