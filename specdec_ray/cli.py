@@ -43,7 +43,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--draft", default=BUNDLED_DRAFT, help="the same; 'none' decodes plainly")
     generate.add_argument("--max-tokens", type=int, default=128)
     generate.add_argument("--draft-tokens", type=int, default=5, help="k of every round")
-    generate.add_argument("--rule", type=Rule, choices=list(Rule), default=Rule.COUPLED)
+    generate.add_argument(
+        "--rule",
+        type=Rule,
+        choices=list(Rule),
+        default=Rule.COUPLED,
+        help="acceptance rule; typical is lossy, the others are exact",
+    )
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     generate.add_argument("--top-k", type=int, default=0)
     generate.add_argument("--top-p", type=float, default=1.0)

@@ -97,7 +97,9 @@ class RoundConfig(Strict):
     """How rounds are played. May change while serving, as Router's `user_config`."""
 
     rule: Rule = Field(
-        Rule.COUPLED, description="Acceptance rule; both are exact. See README, 'Exactness'."
+        Rule.COUPLED,
+        description="Acceptance rule of requests that name none. coupled, rejection and block are "
+        "exact, typical is lossy. See README, 'Exactness'.",
     )
     draft_tokens: int = Field(
         5, ge=0, le=64, description="k: tokens drafted per round; 0 decodes plainly."

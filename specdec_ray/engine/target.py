@@ -162,6 +162,10 @@ class TargetEngine:
                 f"{len(session.tokens)} tokens and {len(tree)} drafted ones exceed the session's "
                 f"{session.max_length}"
             )
+        try:
+            RowGroup(session.params, session.rule, 0, tree).check_tree()
+        except InvalidParameter as error:
+            return str(error)
         fault = check_tokens(tree.tokens, self._vocab_limit)
         if fault or request.draft_probs is None or not session.rule.needs_draft_probs:
             return fault

@@ -12,6 +12,8 @@ class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RULE_UNSPECIFIED: _ClassVar[Rule]
     RULE_COUPLED: _ClassVar[Rule]
     RULE_REJECTION: _ClassVar[Rule]
+    RULE_BLOCK: _ClassVar[Rule]
+    RULE_TYPICAL: _ClassVar[Rule]
 
 class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -26,6 +28,8 @@ class RefusalCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 RULE_UNSPECIFIED: Rule
 RULE_COUPLED: Rule
 RULE_REJECTION: Rule
+RULE_BLOCK: Rule
+RULE_TYPICAL: Rule
 REFUSAL_CODE_UNSPECIFIED: RefusalCode
 REFUSAL_CODE_STALE_LENGTH: RefusalCode
 REFUSAL_CODE_STALE_EPOCH: RefusalCode

@@ -23,7 +23,7 @@ MAX_RETRY_AFTER_S = 3600.0
 V = TypeVar("V")
 M = TypeVar("M", pb.EngineRequest, pb.EngineReply)
 
-_RULES = {Rule.COUPLED: pb.RULE_COUPLED, Rule.REJECTION: pb.RULE_REJECTION}
+_RULES = {rule: getattr(pb, f"RULE_{rule.name}") for rule in Rule}
 _CODES = {code: getattr(pb, f"REFUSAL_CODE_{code.name}") for code in m.RefusalCode}
 _RULES_BACK: dict[int, Rule] = {value: rule for rule, value in _RULES.items()}
 _CODES_BACK: dict[int, m.RefusalCode] = {value: code for code, value in _CODES.items()}

@@ -17,6 +17,8 @@ from specdec_ray.speculation.tree import ROOT, TokenTree
 
 INVALID = -1  # the token of a row whose logits are NaN or have no finite maximum
 INCOMPLETE = -2  # the token of a row whose distribution had too few candidates
+TYPICAL_THRESHOLD = 0.09  # most that typical acceptance asks of p(x); Medusa's value
+TYPICAL_DELTA = 0.3  # what it asks as a share of exp(-entropy); Medusa's value
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -77,6 +79,70 @@ def rejection_law(target: Distribution, children: Children) -> tuple[torch.Tenso
         passed = (mass > 0) & (q_child[:, None] > 0)
         weights = torch.where(passed, left / mass, weights)
     return torch.stack(accept_probs, 1), replace(target, probs=weights)
+
+
+def block(
+    target: Distribution, rows: RowParams, children: Children, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block verification of chains: as exact as `rejection`, and on average accepts no less.
+
+    Sun et al., ICLR 2025, "Block Verification Accelerates Speculative Decoding". Each row of a
+    chain tosses whether the block is accepted down to it; the deepest that wins counts.
+
+    Args:
+        children: of whole chains, each row's child in the next row (B = 1).
+        longest: most nodes of a chain.
+
+    Returns:
+        bool [N, 1] whether the child is accepted, int64 [N] the token if it is not.
+    """
+    reach_probs, residual = block_law(target, children, longest)
+    ends_here_or_below = _toss(reach_probs[:, None], rows)[:, 0]
+    has_child = children.tokens[:, 0] >= 0
+    taken = torch.zeros_like(has_child)
+    for _ in range(longest):
+        taken = has_child & (ends_here_or_below | taken).roll(-1)
+    return taken[:, None], race(residual, rows, Purpose.RESIDUAL)
+
+
+def block_law(
+    target: Distribution, children: Children, longest: int
+) -> tuple[torch.Tensor, Distribution]:
+    """The two laws of `block`: float64 [N] the chance that a row's own coin accepts the block down
+    to it, 1 at roots, and the residual, not normalised, on the target's support."""
+    p = target.probs.double()
+    has_child = children.tokens[:, 0] >= 0
+    p_child, q_child, q = _meet(target, p, children, 0)
+    ratio = torch.where(q_child > 0, p_child / q_child, 0.0)
+    is_root = ~has_child.roll(1)
+    joint = torch.ones_like(ratio)  # settles one row deeper with each turn
+    for _ in range(longest):
+        joint = torch.where(is_root, 1.0, (joint * ratio).roll(1)).clamp(max=1)
+    left = (joint[:, None] * p - q).clamp_(min=0)
+    mass = left.sum(-1)
+    # 0/0 where p equals q and all was accepted: so will be what follows.
+    inner = (mass / (mass + (1 - joint))).nan_to_num(1.0)
+    weights = torch.where(mass[:, None] > 0, left, p)
+    return torch.where(has_child, inner, joint), replace(target, probs=weights)
+
+
+def typical(
+    target: Distribution, rows: RowParams, children: Children
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Typical acceptance, **lossy**: a child is accepted if p(x) > min(0.09, 0.3 exp(-H(p))),
+    whatever it was drawn from; a row none of whose children is accepted draws from p.
+
+    Cai et al. 2024, "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding
+    Heads". Texts do not have the target's distribution: likely drafts displace it.
+
+    Returns:
+        bool [N, B] whether a child is accepted, int64 [N] the token if none is.
+    """
+    p = target.probs.double()
+    entropy = torch.special.entr(p).sum(-1, keepdim=True)
+    threshold = (TYPICAL_DELTA * (-entropy).exp()).clamp(max=TYPICAL_THRESHOLD)
+    columns, held = target.find(children.tokens)
+    return held & (p.gather(1, columns) > threshold), race(target, rows, Purpose.RESIDUAL)
 
 
 def _drawn_from(children: Children, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from specdec_ray.errors import InvalidParameter
 from specdec_ray.sampling.edits import History, edit_
 from specdec_ray.sampling.logits import RowParams
 from specdec_ray.sampling.params import SamplingParams
@@ -53,6 +54,11 @@ class RowGroup:
     def compares(self) -> bool:
         """Whether a node is accepted for being its parent row's token, as at temperature 0."""
         return self.rule is Rule.COUPLED or self.params.greedy
+
+    def check_tree(self) -> None:
+        """Raise InvalidParameter unless the rule verifies trees of this shape."""
+        if self.rule is Rule.BLOCK and not (self.compares or self.tree.is_chain):
+            raise InvalidParameter("parents", "block verification takes chains only, not trees")
 
     @property
     def edits_logits(self) -> bool:
@@ -98,6 +104,11 @@ class RowBatch:
         ]
         bases = [group.position - group.depth for group in self.groups for _ in range(len(group))]
         return RowParams.of(params, positions, device, bases)
+
+    @property
+    def longest(self) -> int:
+        """Most nodes of a session's tree."""
+        return max(len(group.tree) for group in self.groups)
 
     def children(self, device: torch.device) -> Children:
         """The nodes below each row, and the q they were drawn from, padded to one width."""
@@ -173,12 +184,17 @@ def batches(
     logits: torch.Tensor,
     candidates: Callable[[SamplingParams], int | None],
 ) -> Iterable[RowBatch]:
-    """The batches of a step whose groups' rows follow each other in `logits` [R, V]."""
+    """The batches of a step whose groups' rows follow each other in `logits` [R, V].
+
+    Raises:
+        InvalidParameter: block verification is asked of more than a chain.
+    """
     capacity = _CPU_BATCH if logits.device.type == "cpu" else _GPU_BATCH
     full: list[RowBatch] = []
     filling: dict[tuple[Rule | None, int | None], RowBatch] = {}
     row = 0
     for group in groups:
+        group.check_tree()
         greedy = group.params.greedy
         key = (None, None) if greedy else (group.rule, candidates(group.params))
         batch = filling.setdefault(key, RowBatch(*key))

@@ -12,11 +12,18 @@ class Rule(StrEnum):
 
     COUPLED = "coupled"
     REJECTION = "rejection"
+    BLOCK = "block"
+    TYPICAL = "typical"  # lossy: its texts do not have the target's distribution
+
+    @property
+    def lossless(self) -> bool:
+        """Whether texts are distributed as the target alone would write them."""
+        return self is not Rule.TYPICAL
 
     @property
     def needs_draft_probs(self) -> bool:
         """Whether the rule weighs the laws that nodes were drawn from."""
-        return self is Rule.REJECTION
+        return self in (Rule.REJECTION, Rule.BLOCK)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

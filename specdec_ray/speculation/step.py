@@ -14,6 +14,7 @@ import torch
 from specdec_ray.sampling.logits import (
     WIDE_CANDIDATES,
     Distribution,
+    RowParams,
     candidate_count,
     distribution,
 )
@@ -23,13 +24,15 @@ from specdec_ray.speculation.acceptance import (
     INCOMPLETE,
     INVALID,
     Judgement,
+    block,
     coupled,
     greedy,
     race,
     rejection,
+    typical,
     walk,
 )
-from specdec_ray.speculation.batches import RowGroup, batches, edited
+from specdec_ray.speculation.batches import RowBatch, RowGroup, batches, edited
 from specdec_ray.speculation.proposal import DraftProbs, Rule
 
 __all__ = ["DRAFT_SUPPORT", "DrawRow", "RowGroup", "draw", "judge"]
@@ -47,6 +50,7 @@ def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) ->
 
     Raises:
         FloatingPointError: the model produced NaN or a row without a finite maximum.
+        InvalidParameter: block verification is asked of more than a chain.
     """
     if not groups:
         return []
@@ -97,8 +101,8 @@ def draw(
 ) -> list[tuple[int, DraftProbs | None]]:
     """Drafted tokens of one draft step, each from its 64 most probable ids.
 
-    Under the coupled rule the draft races with the target's own noise; under rejection it draws
-    independently and returns the very q it drew from, float32 [1, 64].
+    Under the coupled rule the draft races with the target's own noise; under the others it draws
+    independently and, where the rule needs it, returns the very q it drew from, float32 [1, 64].
 
     Args:
         logits: float32 [N, V], one row per entry of `rows`.
@@ -134,8 +138,9 @@ def draw(
             drawn[index] = coupled(q, params)
         else:
             drawn[index] = race(q, params, Purpose.DRAFT)
-            drawing += batch.rows
-            laws.append(q)
+            if batch.rule.needs_draft_probs:
+                drawing += batch.rows
+                laws.append(q)
     tokens, shipped = _fetch(drawn, laws)
     _check(tokens)
     probs = dict(zip(drawing, shipped, strict=True))
@@ -165,10 +170,21 @@ def _decide(
         if batch.rule is Rule.COUPLED:
             tokens[index] = coupled(target, params)
         else:
-            taken, tokens[index] = rejection(target, params, batch.children(logits.device))
+            taken, tokens[index] = _verify(batch, target, params)
             accepted[index] = batch.by_node(taken).long()
     host_tokens, host_accepted = torch.stack((tokens, accepted)).tolist()
     return host_tokens, host_accepted
+
+
+def _verify(
+    batch: RowBatch, target: Distribution, params: RowParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the batch's rule: bool [N, B] accepted children, int64 [N] the token if none is."""
+    children = batch.children(target.ids.device)
+    if batch.rule is Rule.BLOCK:
+        return block(target, params, children, batch.longest)
+    rule = typical if batch.rule is Rule.TYPICAL else rejection
+    return rule(target, params, children)
 
 
 def _same(candidates: int | None, params: SamplingParams) -> int | None:

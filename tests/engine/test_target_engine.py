@@ -161,6 +161,16 @@ def test_rejection_takes_deterministic_proposals_and_trees(target):
     assert isinstance(target.verify(first.handle, 2, base, tree, q), Verdict)
 
 
+def test_block_takes_chains_only(target):
+    opened = target.open(PROMPT, params=SamplingParams(), rule=Rule.BLOCK)
+    base = len(PROMPT) + 1
+    tree = TokenTree((1, 2), (ROOT, ROOT))
+    refused = target.verify(opened.handle, 1, base, tree)
+    assert refused.code is RefusalCode.INVALID
+    assert "chains only" in refused.message
+    assert isinstance(target.verify(opened.handle, 1, base, [1, 2]), Verdict)
+
+
 def test_q_must_be_what_the_nodes_were_drawn_from(target):
     opened = target.open(PROMPT, params=SamplingParams(), rule=Rule.REJECTION)
     base = len(PROMPT) + 1

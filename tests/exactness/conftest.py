@@ -11,7 +11,7 @@ from scipy import stats
 from specdec_ray.sampling.logits import RowParams, distribution
 from specdec_ray.sampling.noise import Purpose
 from specdec_ray.sampling.params import SamplingParams
-from specdec_ray.speculation.acceptance import coupled, race, rejection
+from specdec_ray.speculation.acceptance import block, coupled, race, rejection
 from specdec_ray.speculation.proposal import Children, DraftProbs, Rule
 
 START = 1
@@ -62,38 +62,61 @@ def rows_of(
 
 
 def write(toy: Toy, params: SamplingParams, rule: Rule, k: int, n: int, length: int):
-    """Texts int64 [n, length] of n seeds, each in as many rounds as it takes."""
+    """Texts int64 [n, length] of n seeds, each in as many rounds of k nodes as it takes."""
     text = torch.zeros(n, 1 + length + k + 1, dtype=torch.int64)
     text[:, 0] = START
     known = torch.ones(n, dtype=torch.int64)
     every = torch.arange(n)
     while int(known.min()) < 1 + length:
-        chain, laws = [text[every, known - 1]], []
+        context, ids, probs = [text[every, known - 1]], [], []
         for depth in range(k):
             rows = rows_of(params, n, known + depth, known)
-            q = replace(distribution(toy.draft[chain[-1]], rows, 64), complete=None)
+            q = replace(distribution(toy.draft[context[-1]], rows, 64), complete=None)
             purpose = Purpose.COUPLED if rule is Rule.COUPLED else Purpose.DRAFT
-            chain.append(race(q, rows, purpose))
-            laws.append(DraftProbs(q.ids, q.probs))
-        base, alive = known.clone(), torch.ones(n, dtype=torch.bool)
+            context.append(race(q, rows, purpose))
+            ids.append(q.ids)
+            probs.append(q.probs)
+        taken, tokens = verify(toy, params, rule, known, context, ids, probs)
+        accepted = taken.cumprod(1).sum(1)
         for depth in range(k + 1):
-            rows = rows_of(params, n, base + depth, base)
-            p = distribution(toy.target[chain[depth]], rows)
-            child = chain[depth + 1] if depth < k else torch.full((n,), -1)
-            if rule is Rule.COUPLED:
-                token = coupled(p, rows)
-                accepted = token == child
-            else:
-                none = DraftProbs(p.ids[:, :1], torch.zeros(n, 1))
-                below = chain_of(child, laws[depth] if depth < k else none)
-                taken, token = rejection(p, rows, below)
-                accepted = taken[:, 0]
-                token = torch.where(accepted, child, token)
-            alive &= known < text.shape[1]
-            text[every[alive], known[alive]] = token[alive]
-            known += alive
-            alive = alive & accepted
+            drafted = context[min(depth + 1, k)]
+            token = torch.where(depth < accepted, drafted, tokens[:, depth])
+            alive = (depth <= accepted) & (known + depth < text.shape[1])
+            text[every[alive], (known + depth)[alive]] = token[alive]
+        known = (known + accepted + 1).clamp(max=text.shape[1])
     return text[:, 1 : 1 + length]
+
+
+def verify(toy, params, rule, known, context, ids, probs):
+    """The rule on n chains of k tokens: accepted children bool and tokens int64, [n, k + 1]."""
+    n, rows_each = len(known), len(context)
+    depth = torch.arange(rows_each)
+    rows = rows_of(params, n)
+    rows = replace(
+        rows,
+        **{
+            name: getattr(rows, name).repeat_interleave(rows_each)
+            for name in ("temperature", "top_p", "min_p", "top_k", "choice", "seed")
+        },
+        position=(known[:, None] + depth).flatten(),
+        base=known.repeat_interleave(rows_each),
+    )
+    p = distribution(toy.target[torch.stack(context, 1).flatten()], rows)
+    below = torch.stack([*context[1:], torch.full((n,), -1)], 1).flatten()
+    if rule is Rule.COUPLED:
+        tokens = coupled(p, rows)
+        return (tokens == below).view(n, rows_each), tokens.view(n, rows_each)
+    none = torch.zeros(n, toy.vocab)
+    draft = DraftProbs(
+        torch.stack([*ids, none.long()], 1).flatten(0, 1),
+        torch.stack([*probs, none], 1).flatten(0, 1),
+    )
+    children = chain_of(below, draft)
+    if rule is Rule.BLOCK:
+        taken, tokens = block(p, rows, children, rows_each - 1)
+    else:
+        taken, tokens = rejection(p, rows, children)
+    return taken.view(n, rows_each), tokens.view(n, rows_each)
 
 
 def agrees(texts: torch.Tensor, law: np.ndarray, vocab: int) -> bool:

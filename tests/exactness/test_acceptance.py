@@ -31,7 +31,7 @@ def play(toy, params, rule, k, rounds, last=1):
     return judge(toy.target[contexts], groups, vocab_limit=toy.vocab), drafted
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule.lossless])
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"temperature": 0.7, "top_k": 3}], ids=str)
 def test_rounds_of_the_two_entries_have_the_targets_law(make_toy, follows_law, rule, params):
     toy = make_toy("random")

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from specdec_ray.errors import InvalidParameter
 from specdec_ray.sampling.logits import NUCLEUS_CANDIDATES
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation import batches, step
@@ -28,6 +29,13 @@ def groups():
         RowGroup(SamplingParams(seed=3, top_k=9), Rule.REJECTION, 2, chain, narrow),
         RowGroup(SamplingParams(seed=9), Rule.REJECTION, 2, chain),
         RowGroup(SamplingParams(seed=4), Rule.REJECTION, 7),
+        RowGroup(SamplingParams(seed=4), Rule.REJECTION, 7, branching, q),
+        RowGroup(SamplingParams(seed=4, top_k=9), Rule.REJECTION, 7, branching),
+        RowGroup(SamplingParams(seed=3), Rule.BLOCK, 2, chain, q),
+        RowGroup(SamplingParams(seed=3), Rule.BLOCK, 2, TokenTree.chain((2,))),
+        RowGroup(SamplingParams(seed=3, top_p=0.7), Rule.BLOCK, 2, chain, narrow),
+        RowGroup(SamplingParams(temperature=0), Rule.BLOCK, 7, branching),
+        RowGroup(SamplingParams(seed=3), Rule.TYPICAL, 2, branching),
         RowGroup(SamplingParams(temperature=0), Rule.REJECTION, 7, chain),
         RowGroup(SamplingParams(temperature=0), Rule.REJECTION, 7, branching),
         RowGroup(SamplingParams(seed=5), Rule.COUPLED, 1, branching),
@@ -186,7 +194,7 @@ def test_the_rules_draw_with_noise_of_their_own():
                 logits, [DrawRow(SamplingParams(seed=s), rule, 0) for s in range(400)], 50
             )
         ]
-        for rule in Rule
+        for rule in (Rule.COUPLED, Rule.REJECTION)
     ]
     assert sum(a == b for a, b in zip(*tokens, strict=True)) < 30  # one in fifty by chance
 
@@ -252,6 +260,12 @@ def test_the_smallest_temperatures_are_nearly_greedy(temperature, top_p):
     own = SamplingParams(temperature=temperature, top_p=top_p)
     judged = judge(logits, [RowGroup(own, Rule.COUPLED, 0)] * 3, V)
     assert [j.emitted[0] for j in judged] == logits.argmax(-1).tolist()
+
+
+def test_block_refuses_a_tree():
+    tree = TokenTree((1, 2), (ROOT, ROOT))
+    with pytest.raises(InvalidParameter, match="parents: block verification takes chains only"):
+        judge(torch.randn(3, V), [RowGroup(SamplingParams(), Rule.BLOCK, 0, tree)], V)
 
 
 def test_nothing_to_judge():
