@@ -43,6 +43,10 @@ _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+_RULES = {
+    value: name.removeprefix("ACCEPTANCE_RULE_").lower() if value else None
+    for name, value in pb.AcceptanceRule.items()
+}
 
 
 class GrpcServer:
@@ -220,7 +224,7 @@ def _options(given: pb.GenerationInput) -> Options:
     return Options(
         max_tokens=optional("max_tokens", None),
         default_max_tokens=None if given.HasField("chat") else DEFAULT_MAX_TOKENS,
-        temperature=optional("temperature", 1.0),
+        temperature=optional("temperature", None),
         top_k=given.top_k,
         top_p=optional("top_p", 1.0),
         min_p=given.min_p,
@@ -236,6 +240,7 @@ def _options(given: pb.GenerationInput) -> Options:
         bad_words=tuple(given.bad_words),
         min_tokens=given.min_tokens,
         draft_tokens=optional("draft_tokens", None),
+        rule=_RULES.get(given.rule, str(given.rule)),
     )
 
 

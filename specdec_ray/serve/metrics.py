@@ -13,7 +13,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from specdec_ray.rounds.request import Emission
+from specdec_ray.rounds.request import Emission, GenerationRequest
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 
@@ -39,6 +39,9 @@ class RouterMetrics:
             "specdec_generations_running", "Choices in flight.", registry=self._registry
         )
         self.refused = counter("generations_refused", "Choices refused because of load.")
+        self._generations = counter(
+            "generations", "Choices begun, by acceptance rule.", ("rule", "lossless")
+        )
         self._tokens = counter("generation_tokens", "Tokens emitted.")
         self._drafts = counter("num_drafts", "Rounds that proposed something.")
         self._proposed = counter("num_draft_tokens", "Drafted tokens shown to a target.")
@@ -53,9 +56,13 @@ class RouterMetrics:
         return generate_latest(self._registry).decode()
 
     async def observed(
-        self, rounds: AsyncGenerator[Emission, None]
+        self, rounds: AsyncGenerator[Emission, None], request: GenerationRequest
     ) -> AsyncGenerator[Emission, None]:
         """The same emissions, counted."""
+        rule = request.rule
+        assert rule is not None, "the caller settles the rule"
+        lossless = rule.lossless or request.params.greedy
+        self._generations.labels(rule, str(lossless).lower()).inc()
         since, duration_s = time.monotonic(), self._first_token_s
         with self.running.track_inprogress():
             async with aclosing(rounds):

@@ -14,10 +14,12 @@ from specdec_ray.errors import ContextOverflow, InvalidParameter
 from specdec_ray.rounds.request import GenerationRequest
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.serve.service import GenerationService
+from specdec_ray.speculation.proposal import Rule
 
 MAX_DRAFT_TOKENS = 64
 DEFAULT_MAX_TOKENS = 16  # where the prompt is no chat, as the OpenAI API documents
 INLINE_PROMPT_CHARS = 20_000  # longer texts are tokenised off the event loop
+GREEDY = "greedy"  # as a rule's name: temperature 0, under which all rules are one
 SEED_BITS = 53  # a drawn seed goes back in JSON, which many clients read as doubles
 
 # Names the request under way in the logs. Clients choose it, so it is never a key.
@@ -35,7 +37,9 @@ class Options:
 
     Attributes:
         max_tokens: None takes the room that is left, up to `default_max_tokens`.
+        temperature: None is 1, or 0 under the rule "greedy".
         seed: None draws a fresh one.
+        rule: an acceptance rule's name, or "greedy"; None is the deployment's.
         logit_bias: bias of each token id.
         bad_words: texts that may not be emitted, with or without a space before them.
         max_tokens_field: what the client called `max_tokens`.
@@ -43,7 +47,7 @@ class Options:
 
     max_tokens: int | None
     default_max_tokens: int | None = None
-    temperature: float = 1.0
+    temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -53,6 +57,7 @@ class Options:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     draft_tokens: int | None = None
+    rule: str | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -156,6 +161,7 @@ def choices_of(
     if wanted > room:
         raise ContextOverflow(field, context, len(prompt) + wanted)
     _check_range("min_tokens", options.min_tokens, 0, wanted)
+    rule = _rule(options)
     params = _sampling_params(service, options)
     return [
         GenerationRequest(
@@ -166,6 +172,7 @@ def choices_of(
             stop_token_ids=frozenset(check_ids(service, options.stop_token_ids, "stop_token_ids")),
             ignore_eos=options.ignore_eos,
             draft_tokens=options.draft_tokens,
+            rule=rule,
         )
         for choice in range(options.n)
     ]
@@ -174,7 +181,7 @@ def choices_of(
 def _sampling_params(service: GenerationService, options: Options) -> SamplingParams:
     biased = check_ids(service, tuple(options.logit_bias), "logit_bias")
     return SamplingParams(
-        temperature=options.temperature,
+        temperature=_temperature(options),
         top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
@@ -186,6 +193,26 @@ def _sampling_params(service: GenerationService, options: Options) -> SamplingPa
         bad_words=_bad_word_tokens(service, options.bad_words),
         min_tokens=options.min_tokens,
     )
+
+
+def _rule(options: Options) -> Rule | None:
+    name = options.rule
+    if name is None or name == GREEDY:
+        return None
+    if name not in list(Rule):
+        allowed = ", ".join((*Rule, GREEDY))
+        raise InvalidParameter("rule", f"must be one of {allowed}, got {name!r:.40}")
+    return Rule(name)
+
+
+def _temperature(options: Options) -> float:
+    if options.rule != GREEDY:
+        return 1.0 if options.temperature is None else options.temperature
+    if options.temperature:
+        raise InvalidParameter(
+            "temperature", f"must be 0 or absent under rule 'greedy', got {options.temperature}"
+        )
+    return 0.0
 
 
 def _bad_word_tokens(

@@ -82,7 +82,7 @@ class GenerationService:
         text = TextStream(
             self.model.tokenizer, request, self.model.end_token_ids, request.draft_tokens
         )
-        rounds = self.metrics.observed(self._rounds(request))
+        rounds = self.metrics.observed(self._rounds(request), request)
         self.active_generations += 1
         try:
             async with aclosing(stream_text(rounds, text)) as deltas:

@@ -96,6 +96,8 @@ BAD = {
     "seed": (given(seed=2**63), "seed"),
     "n": (given(n=0), "n"),
     "stop": (given(stop=[""]), "stop"),
+    "rule": (given(rule=77), "rule: must be one of coupled, rejection, block, typical, greedy"),
+    "greedy": (given(rule=pb.ACCEPTANCE_RULE_GREEDY, temperature=1), "temperature"),
     "draft_tokens": (given(draft_tokens=65), "draft_tokens"),
     "presence_penalty": (given(presence_penalty=3), "presence_penalty"),
     "frequency_penalty": (given(frequency_penalty=float("nan")), "frequency_penalty"),
@@ -118,6 +120,19 @@ async def test_bad_requests_name_the_field(stub, case):
             await call
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert named in error.value.details()
+
+
+async def test_a_request_names_its_rule(stub, service):
+    for name, value in pb.AcceptanceRule.items():
+        request = given(max_tokens=8, rule=value, temperature=0.8, ignore_eos=True)
+        if name == "ACCEPTANCE_RULE_GREEDY":
+            request.ClearField("temperature")
+        answer = await stub.Generate(pb.GenerateRequest(input=request))
+        assert len(answer.choices[0].token_ids) == 8
+    metrics = service.metrics.text()
+    for rule, count in [("coupled", 3), ("rejection", 1), ("block", 1)]:
+        assert f'lossless="true",rule="{rule}"}} {count}.0' in metrics
+    assert 'lossless="false",rule="typical"} 1.0' in metrics
 
 
 async def test_parameters_that_edit_logits(stub):

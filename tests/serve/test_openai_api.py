@@ -13,6 +13,7 @@ from tokenizers import processors
 from specdec_ray.config import LimitsConfig
 from specdec_ray.errors import EngineLost
 from specdec_ray.serve.openai import build_http_app
+from specdec_ray.speculation.proposal import Rule
 
 PROMPT = "Speculation is"
 
@@ -245,6 +246,9 @@ BAD = {
     "stop of a wrong type": ({"stop": 3}, "stop", None),
     "stop id": ({"stop_token_ids": [999]}, "stop_token_ids", None),
     "k below": ({"speculative": {"num_tokens": -1}}, "draft_tokens", None),
+    "unknown rule": ({"speculative": {"rule": "lucky"}}, "rule", None),
+    "rule of a wrong type": ({"speculative": {"rule": 3}}, "speculative", None),
+    "greedy and warm": ({"speculative": {"rule": "greedy"}, "temperature": 1}, "temperature", None),
     "unknown speculative key": ({"speculative": {"k": 1}}, "speculative", None),
     "best_of": ({"best_of": 3}, "best_of", "unsupported_parameter"),
     "logprobs": ({"logprobs": 1}, "logprobs", "unsupported_parameter"),
@@ -393,6 +397,37 @@ async def test_metrics_count_what_rounds_did(client, http):
     assert found["specdec_num_accepted_tokens_total"] == told["num_accepted_draft_tokens"]
     assert found["specdec_generations_running"] == 0
     assert not any(name.endswith("_created") for name in found)
+
+
+@pytest.mark.parametrize("rule", [*Rule, "greedy"])
+async def test_a_request_names_its_rule(
+    client, http, make_llama, greedy_reference, tokenizer, rule
+):
+    temperature = {} if rule == "greedy" else {"temperature": 0.8}
+    answer = await client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=24,
+        seed=5,
+        **temperature,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "speculative": {"rule": rule}},
+    )
+    ids = answer.choices[0].model_extra["token_ids"]
+    assert len(ids) == 24
+    if rule == "greedy":
+        assert ids == greedy_reference(make_llama(), tokenizer(PROMPT)["input_ids"], 24)
+    settled = "coupled" if rule == "greedy" else rule
+    lossless = "false" if rule == "typical" else "true"
+    counted = f'specdec_generations_total{{lossless="{lossless}",rule="{settled}"}} 1.0'
+    assert counted in (await http.get("/metrics")).text
+
+
+async def test_an_unknown_rule_is_told_the_known_ones(http):
+    body = {"model": "tiny", "prompt": PROMPT, "speculative": {"rule": "lucky"}}
+    error = (await http.post("/v1/completions", json=body)).json()["error"]
+    assert error["message"].endswith(
+        "must be one of coupled, rejection, block, typical, greedy, got 'lucky'"
+    )
 
 
 async def test_tokenize_and_back(http):

@@ -61,6 +61,11 @@ class SpeculativeOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     num_tokens: int | None = Field(None, description="k of this request; 0 decodes plainly.")
+    rule: str | None = Field(
+        None,
+        description="Acceptance rule: coupled, rejection, block; typical, which is lossy; or "
+        "greedy, which is temperature 0.",
+    )
 
 
 class GenerationBody(BaseModel):
@@ -112,7 +117,7 @@ class GenerationBody(BaseModel):
             max_tokens=max_tokens,
             max_tokens_field=field,
             default_max_tokens=default,
-            temperature=1.0 if self.temperature is None else self.temperature,
+            temperature=self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=0 if top_k == -1 else top_k,  # -1 keeps all, as in vLLM
             min_p=self.min_p or 0.0,
@@ -128,6 +133,7 @@ class GenerationBody(BaseModel):
             bad_words=tuple(self.bad_words or ()),
             min_tokens=self.min_tokens or 0,
             draft_tokens=self.speculative.num_tokens if self.speculative else None,
+            rule=self.speculative.rule if self.speculative else None,
         )
 
     @property
