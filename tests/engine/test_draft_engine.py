@@ -119,3 +119,16 @@ def test_a_draft_does_not_verify(draft):
     opened = draft.open(PROMPT)
     refused = draft.ask(Verify(opened.handle, 1, 1, TokenTree()))
     assert refused.code is RefusalCode.INVALID
+
+
+def test_a_position_is_drafted_anew_in_every_round(draft):
+    """How a round ended says something about what it drew for the positions beyond, so a later
+    round that drafts one of them, here in the same context, must not draw the same again."""
+    agreed = 0
+    for seed in range(12):
+        params = SamplingParams(seed=seed, temperature=20)
+        first = draft.open(PROMPT, params=params, rule=Rule.REJECTION)
+        tokens = draft.propose(first.handle, [65], 3).tree.tokens
+        later = draft.open(PROMPT, params=params, rule=Rule.REJECTION)
+        agreed += draft.propose(later.handle, [65, *tokens[:2]], 1).tree.tokens == tokens[2:]
+    assert agreed < 4  # one in 64 by chance

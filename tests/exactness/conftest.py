@@ -27,7 +27,9 @@ class Toy:
 
     def target_probs(self, params: SamplingParams) -> torch.Tensor:
         """Processed target distributions, float64 [V, V]."""
-        sparse = distribution(self.target, rows_of(params, self.vocab))
+        sparse = distribution(
+            self.target, rows_of(params, torch.zeros(self.vocab, dtype=torch.int64))
+        )
         dense = torch.zeros(self.vocab, self.vocab).scatter(1, sparse.ids, sparse.probs)
         return dense.double()
 
@@ -47,18 +49,21 @@ def chain_of(tokens: torch.Tensor, draft: DraftProbs) -> Children:
 
 def rows_of(
     params: SamplingParams,
-    n: int,
-    position: torch.Tensor | None = None,
-    base: torch.Tensor | None = None,
+    seeds: torch.Tensor,
+    position: torch.Tensor | int = 0,
+    base: torch.Tensor | int = 0,
 ) -> RowParams:
-    """N rows of one request that differ by their seed, 0 to n - 1."""
+    """Rows of one request that differ by their seed, int64 [N]; positions [N] or one for all."""
     one = RowParams.of([params], [0], torch.device("cpu"))
-    fields = ("temperature", "top_p", "min_p", "top_k", "choice", "position", "base")
-    rows = replace(one, **{name: getattr(one, name).expand(n) for name in fields})
-    rows = replace(rows, seed=torch.arange(n))
-    if position is None:
-        return rows
-    return replace(rows, position=position, base=position if base is None else base)
+    n = len(seeds)
+    fields = ("temperature", "top_p", "min_p", "top_k", "choice")
+    return replace(
+        one,
+        **{name: getattr(one, name).expand(n) for name in fields},
+        seed=seeds,
+        position=torch.as_tensor(position).expand(n),
+        base=torch.as_tensor(base).expand(n),
+    )
 
 
 def write(toy: Toy, params: SamplingParams, rule: Rule, k: int, n: int, length: int):
@@ -66,57 +71,56 @@ def write(toy: Toy, params: SamplingParams, rule: Rule, k: int, n: int, length: 
     text = torch.zeros(n, 1 + length + k + 1, dtype=torch.int64)
     text[:, 0] = START
     known = torch.ones(n, dtype=torch.int64)
-    every = torch.arange(n)
-    while int(known.min()) < 1 + length:
-        context, ids, probs = [text[every, known - 1]], [], []
-        for depth in range(k):
-            rows = rows_of(params, n, known + depth, known)
-            q = replace(distribution(toy.draft[context[-1]], rows, 64), complete=None)
-            purpose = Purpose.COUPLED if rule is Rule.COUPLED else Purpose.DRAFT
-            context.append(race(q, rows, purpose))
-            ids.append(q.ids)
-            probs.append(q.probs)
-        taken, tokens = verify(toy, params, rule, known, context, ids, probs)
-        accepted = taken.cumprod(1).sum(1)
+    while len(open_ := (known < 1 + length).nonzero()[:, 0]):
+        emitted, count = play_round(toy, params, rule, k, open_, known[open_], text)
         for depth in range(k + 1):
-            drafted = context[min(depth + 1, k)]
-            token = torch.where(depth < accepted, drafted, tokens[:, depth])
-            alive = (depth <= accepted) & (known + depth < text.shape[1])
-            text[every[alive], (known + depth)[alive]] = token[alive]
-        known = (known + accepted + 1).clamp(max=text.shape[1])
+            alive = depth < count
+            text[open_[alive], (known[open_] + depth)[alive]] = emitted[alive, depth]
+        known[open_] += count
     return text[:, 1 : 1 + length]
 
 
-def verify(toy, params, rule, known, context, ids, probs):
-    """The rule on n chains of k tokens: accepted children bool and tokens int64, [n, k + 1]."""
-    n, rows_each = len(known), len(context)
-    depth = torch.arange(rows_each)
-    rows = rows_of(params, n)
-    rows = replace(
-        rows,
-        **{
-            name: getattr(rows, name).repeat_interleave(rows_each)
-            for name in ("temperature", "top_p", "min_p", "top_k", "choice", "seed")
-        },
-        position=(known[:, None] + depth).flatten(),
-        base=known.repeat_interleave(rows_each),
+def play_round(toy, params, rule, k, seeds, base, text):
+    """A round of each text: emitted tokens int64 [N, k + 1], and how many of them count."""
+    n = len(seeds)
+    context, laws = [text[seeds, base - 1]], []
+    for depth in range(k):
+        rows = rows_of(params, seeds, base + depth, base)
+        law = replace(distribution(toy.draft[context[-1]], rows, 64), complete=None)
+        purpose = Purpose.COUPLED if rule is Rule.COUPLED else Purpose.DRAFT
+        context.append(race(law, rows, purpose))
+        laws.append(law)
+    drafted = torch.stack([*context[1:], torch.full((n,), -1)], 1)
+    width = laws[0].ids.shape[1] if laws else 1
+    none = torch.zeros(n, width)
+    draft = DraftProbs(
+        torch.stack([*(law.ids for law in laws), none.long()], 1).flatten(0, 1),
+        torch.stack([*(law.probs for law in laws), none], 1).flatten(0, 1),
+    )
+    depths = torch.arange(k + 1)
+    rows = rows_of(
+        params,
+        seeds.repeat_interleave(k + 1),
+        (base[:, None] + depths).flatten(),
+        base.repeat_interleave(k + 1),
     )
     p = distribution(toy.target[torch.stack(context, 1).flatten()], rows)
-    below = torch.stack([*context[1:], torch.full((n,), -1)], 1).flatten()
+    taken, tokens = verify(p, rows, rule, drafted.flatten(), draft, k)
+    accepted = taken.view(n, k + 1).cumprod(1).sum(1)
+    emitted = torch.where(depths < accepted[:, None], drafted, tokens.view(n, k + 1))
+    return emitted, accepted + 1
+
+
+def verify(p, rows, rule, drafted, draft, k):
+    """The rule on the rows of chains: accepted children bool, and tokens int64, [N] each."""
     if rule is Rule.COUPLED:
         tokens = coupled(p, rows)
-        return (tokens == below).view(n, rows_each), tokens.view(n, rows_each)
-    none = torch.zeros(n, toy.vocab)
-    draft = DraftProbs(
-        torch.stack([*ids, none.long()], 1).flatten(0, 1),
-        torch.stack([*probs, none], 1).flatten(0, 1),
+        return tokens == drafted, tokens
+    children = chain_of(drafted, draft)
+    taken, tokens = (
+        block(p, rows, children, k) if rule is Rule.BLOCK else rejection(p, rows, children)
     )
-    children = chain_of(below, draft)
-    if rule is Rule.BLOCK:
-        taken, tokens = block(p, rows, children, rows_each - 1)
-    else:
-        taken, tokens = rejection(p, rows, children)
-    return taken.view(n, rows_each), tokens.view(n, rows_each)
+    return taken[:, 0], tokens
 
 
 def agrees(texts: torch.Tensor, law: np.ndarray, vocab: int) -> bool:
@@ -181,4 +185,5 @@ def below():
 
 @pytest.fixture(scope="session")
 def seed_rows():
-    return rows_of
+    """N rows of one request that differ by their seed."""
+    return lambda params, n: rows_of(params, torch.arange(n))

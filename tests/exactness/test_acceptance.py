@@ -17,7 +17,7 @@ def play(toy, params, rule, k, rounds, last=1):
     drafted, probs = [[] for _ in own], [[] for _ in own]
     tails = torch.full((rounds,), last)
     for step in range(k):
-        rows = [DrawRow(p, rule, 10 + step) for p in own]
+        rows = [DrawRow(p, rule, 10 + step, depth=step) for p in own]
         drawn = draw(toy.draft[tails], rows, vocab_limit=toy.vocab)
         for i, (token, q) in enumerate(drawn):
             drafted[i].append(token)

@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from specdec_ray.sampling import noise
-from specdec_ray.sampling.noise import Purpose, exponential, row_keys, uniform
+from specdec_ray.sampling.noise import Purpose, exponential, row_keys, subkeys, uniform
 
 GAMMA = -0x61C8864680B583EB  # SplitMix64's increment as int64
 
@@ -66,6 +66,17 @@ def test_laws():
     assert float(drawn.var()) == pytest.approx(1, abs=0.03)
     coins = uniform(keys(seed=torch.arange(50_000), purpose=Purpose.ACCEPT, rows=50_000))
     assert stats.kstest(coins.numpy(), "uniform").pvalue > 0.01
+
+
+def test_substreams_are_independent():
+    """Coins of two siblings at one position, and of one depth in two rounds."""
+    own = keys(seed=torch.arange(20_000), purpose=Purpose.ACCEPT, rows=20_000)
+    coins = uniform(subkeys(own[:, None], torch.arange(3)))
+    assert coins.shape == (20_000, 3)
+    pairs = [uniform(own), *coins.T]
+    for first, second in itertools.combinations(pairs, 2):
+        assert abs(float(torch.corrcoef(torch.stack((first, second)))[0, 1])) < 0.03
+        assert not (first == second).any()
 
 
 def test_the_smallest_of_many_is_exponential_too():
