@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--target", default=BUNDLED_TARGET, help="Hugging Face id or folder")
     parser.add_argument("--draft", default=BUNDLED_DRAFT)
     parser.add_argument("--k", type=int, default=5, help="drafted tokens per round")
-    parser.add_argument("--seeds", type=int, default=8, help="texts per prompt and rule")
+    parser.add_argument("--seeds", type=int, default=12, help="texts per prompt and rule")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per text")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
