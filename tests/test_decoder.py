@@ -121,7 +121,7 @@ def tiny_pair(make_llama, tokenizer, tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule.lossless])
 @pytest.mark.parametrize("options", LAWS, ids=str)
 def test_sampled_texts_have_the_targets_law_end_to_end(tiny_pair, rule, options):
     """Chi-square of three-token texts against exact enumeration of the target's law."""

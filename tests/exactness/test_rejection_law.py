@@ -1,7 +1,5 @@
 """The rejection rule as probabilities, no sampling: its output law is the target's to 1e-9."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -66,50 +64,6 @@ def test_output_law_of_one_token(pair, as_target):
     left = [max(a - b, 0) for a, b in zip(p, q, strict=True)]
     wanted = np.array(left) / sum(left) if sum(left) else p
     assert np.abs(residual[q > 0] - wanted).max() < 1e-9
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(5))
-def test_joint_law_of_a_round(k, seed):
-    """Every drafted chain and every outcome of its tosses, weighted: texts of k + 1 tokens, with
-    the target going on alone after the round's last token, have the target's law."""
-    vocab, rng = 3, np.random.default_rng(seed)
-    p, q = (rng.dirichlet(0.6 * np.ones(vocab), vocab) for _ in range(2))
-    if seed == 4:
-        q = np.eye(vocab)  # a deterministic proposer
-    steps = [laws(p[last], q[last]) for last in range(vocab)]
-    law = dict.fromkeys(itertools.product(range(vocab), repeat=k + 1), 0.0)
-
-    def spread(text, weight):
-        for rest in itertools.product(range(vocab), repeat=k + 1 - len(text)):
-            chance, last = weight, text[-1]
-            for token in rest:
-                chance *= p[last][token]
-                last = token
-            law[text + rest] += chance
-
-    for chain in itertools.product(range(vocab), repeat=k):
-        weight, last = 1.0, 0
-        for token in chain:
-            weight *= q[last][token]
-            last = token
-        last = 0
-        for depth, token in enumerate(chain):
-            accept, residual = steps[last]
-            for other in range(vocab):
-                lost = weight * (1 - accept[token]) * residual[token][other]
-                spread((*chain[:depth], other), lost)
-            weight *= accept[token]
-            last = token
-        for bonus in range(vocab):
-            spread((*chain, bonus), weight * p[last][bonus])
-
-    for text, chance in law.items():
-        wanted, last = 1.0, 0
-        for token in text:
-            wanted *= p[last][token]
-            last = token
-        assert abs(chance - wanted) < 1e-9
 
 
 def test_a_row_without_a_child_draws_from_the_whole_p():

@@ -39,7 +39,7 @@ def test_joint_law_under_every_filter(make_toy, write_texts, follows_law, rule, 
 )
 def test_every_relation_of_draft_and_target(make_toy, write_texts, follows_law, rule, k, kind):
     toy = make_toy(kind, vocab=4, seed=11)
-    texts = write_texts(toy, SamplingParams(), rule, k=k, n=40_000, length=2)
+    texts = write_texts(toy, SamplingParams(), rule, k=k, n=30_000, length=2)
     assert follows_law(texts, toy.texts_law(SamplingParams(), 2), toy.vocab)
 
 

@@ -134,7 +134,7 @@ def grown(toy, parents, rng, shared):
 def test_judged_trees_have_the_targets_joint_law(make_toy, follows_law, shape, rule, kind):
     """Three tokens: those a round emits, and the target's own after them."""
     toy, rng = make_toy(kind, vocab=3), np.random.default_rng(5)
-    n = 20_000
+    n = 12_000
     trees = [grown(toy, SHAPES[shape], rng, True) for _ in range(n)]
     groups = [
         RowGroup(SamplingParams(seed=seed), rule, 10, tree, q)
