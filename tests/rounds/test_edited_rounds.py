@@ -56,7 +56,7 @@ async def test_speculation_changes_no_token(
 @pytest.mark.parametrize("name", ["frequency", "bias", "bad words", "all"])
 async def test_the_draft_edits_as_the_target_does(target_pool, draft_pool, play, name):
     """Acceptance stays high: a draft with the target's weights is always right."""
-    for rule in Rule:
+    for rule in (rule for rule in Rule if rule.lossless):
         params = SamplingParams(temperature=0.9, top_k=20, seed=3, **EDITS[name])
         params = replace(params, top_p=1.0)
         emissions, _ = await play(
