@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec_ray.engine.draft import DraftEngine
+from specdec_ray.engine.grammar import Grammars
 from specdec_ray.engine.loop import EngineThread
 from specdec_ray.engine.sessions import ReplicaIdentity
 from specdec_ray.engine.target import TargetEngine
@@ -101,21 +102,35 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
 
 
 @pytest.fixture(scope="session")
-def make_target() -> Callable[..., TargetEngine]:
+def grammars(tokenizer: PreTrainedTokenizerFast) -> Grammars:
+    return Grammars(tokenizer, VOCAB, [EOS])
+
+
+@pytest.fixture(scope="session")
+def make_target(grammars: Grammars) -> Callable[..., TargetEngine]:
     def make(model: LlamaForCausalLM, *, blocks: int = 200, step_tokens: int = 64) -> TargetEngine:
         packed = _packed(model, blocks)
         return TargetEngine(
-            packed, IDENTITY, vocab_limit=VOCAB, step_tokens=step_tokens, max_nodes=16
+            packed,
+            IDENTITY,
+            vocab_limit=VOCAB,
+            step_tokens=step_tokens,
+            max_nodes=16,
+            grammars=grammars,
         )
 
     return make
 
 
 @pytest.fixture(scope="session")
-def make_draft() -> Callable[..., DraftEngine]:
+def make_draft(grammars: Grammars) -> Callable[..., DraftEngine]:
     def make(model: LlamaForCausalLM, *, blocks: int = 200, step_tokens: int = 64) -> DraftEngine:
         return DraftEngine(
-            _packed(model, blocks), IDENTITY, vocab_limit=VOCAB, step_tokens=step_tokens
+            _packed(model, blocks),
+            IDENTITY,
+            vocab_limit=VOCAB,
+            step_tokens=step_tokens,
+            grammars=grammars,
         )
 
     return make

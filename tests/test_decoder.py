@@ -10,6 +10,7 @@ from specdec_ray import SpeculativeDecoder
 from specdec_ray.errors import ContextOverflow, InvalidParameter, UnsupportedModel
 from specdec_ray.sampling.logits import RowParams, distribution
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.sampling.structure import choice
 from specdec_ray.speculation.proposal import Rule
 
 
@@ -61,6 +62,13 @@ def test_stream_gives_the_same_text(decoder):
     whole = decoder.generate("stream me", max_tokens=20)
     assert "".join(d.text for d in deltas) == whole.text
     assert len(deltas) > 1
+
+
+def test_structured_output(decoder):
+    generation = decoder.generate("x", grammar=choice(["cat", "cow"]), temperature=1.0)
+    assert generation.text in ("cat", "cow")
+    with pytest.raises(InvalidParameter, match="grammar: limit is"):
+        decoder.generate("x", grammar="x" * 70_000)
 
 
 def test_a_stream_left_early_frees_its_sessions(decoder):

@@ -1,6 +1,7 @@
 """From a model's configuration to a running engine: what an actor or the library starts."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -52,7 +53,9 @@ def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine
         vocab_limit=min(len(tokenizer), model.vocab_size),
         step_tokens=config.step_tokens,
         max_nodes=MAX_NODES,
-        grammars=_grammars(model, tokenizer),
+        grammars=build_grammars(
+            tokenizer, model.vocab_size, end_token_ids(model.generation_config, tokenizer)
+        ),
     )
     return _built(engine, "target-engine", model, tokenizer)
 
@@ -75,7 +78,9 @@ def build_draft(
         identity,
         vocab_limit=min(len(tokenizer), len(target_tokenizer), model.vocab_size),
         step_tokens=config.step_tokens,
-        grammars=_grammars(model, tokenizer),
+        grammars=build_grammars(
+            tokenizer, model.vocab_size, end_token_ids(model.generation_config, tokenizer)
+        ),
     )
     return _built(engine, "draft-engine", model, tokenizer)
 
@@ -110,6 +115,17 @@ def end_token_ids(
     return frozenset([ends] if isinstance(ends, int) else ends)
 
 
+def build_grammars(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: Collection[int]
+) -> Grammars | None:
+    """Grammars over a model's real ids, if its tokenizer permits any."""
+    try:
+        return Grammars(tokenizer, min(len(tokenizer), vocab_size), sorted(ends))
+    except InvalidParameter as error:
+        logger.warning("no structured output with this model: %s", error)
+        return None
+
+
 def set_threads(threads: int) -> None:
     """Give this process's torch that many threads."""
     torch.set_num_threads(threads)
@@ -117,19 +133,6 @@ def set_threads(threads: int) -> None:
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
     return list(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
-
-
-def _grammars(model: PackedModel, tokenizer: PreTrainedTokenizerBase) -> Grammars | None:
-    """Grammars over a model's real ids, if its tokenizer permits any."""
-    try:
-        return Grammars(
-            tokenizer,
-            min(len(tokenizer), model.vocab_size),
-            sorted(end_token_ids(model.generation_config, tokenizer)),
-        )
-    except InvalidParameter as error:
-        logger.warning("no structured output with this model: %s", error)
-        return None
 
 
 def _load(config: ModelConfig) -> PackedModel:

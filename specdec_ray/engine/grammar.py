@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec_ray.errors import InvalidParameter
+from specdec_ray.sampling.params import MAX_GRAMMAR_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Grammars:
         end_token_ids: Sequence[int],
     ) -> None:
         if not end_token_ids:
-            raise InvalidParameter("response_format", "the model has no end token")
+            raise InvalidParameter("grammar", "the model has no end token")
         self._vocab_size = vocab_size
         self._ends = sorted(end_token_ids)
         try:
@@ -83,15 +84,22 @@ class Grammars:
                 tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=self._ends
             )
         except ValueError as error:
-            raise InvalidParameter("response_format", str(error)) from error
+            raise InvalidParameter("grammar", str(error)) from error
 
     def start(self, grammar: str, prompt_length: int) -> GrammarState:
         """Begin a grammar behind a prompt.
 
         Raises:
-            InvalidParameter: it is none.
+            InvalidParameter: it is none, or too large.
         """
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar)
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise InvalidParameter(
+                "grammar", f"limit is {MAX_GRAMMAR_CHARS} characters, got {len(grammar)}"
+            )
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # some are found too large only now
         if matcher.is_error():
-            raise InvalidParameter("response_format", matcher.get_error()[:500])
+            reason = matcher.get_error().partition("<backtrace>")[0]
+            raise InvalidParameter("grammar", f"cannot be followed: {reason.strip():.500}")
         return GrammarState(matcher, prompt_length, self._vocab_size, self._ends)

@@ -139,7 +139,7 @@ class SessionTable:
         if not request.params.grammar:
             return None
         if self._grammars is None:
-            raise InvalidParameter("response_format", "this model cannot follow a grammar")
+            raise InvalidParameter("grammar", "this model cannot follow a grammar")
         return self._grammars.start(request.params.grammar, request.prompt_length)
 
     def admit(self) -> None:

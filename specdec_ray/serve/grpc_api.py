@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from specdec_ray.pb import inference_pb2 as pb
 from specdec_ray.pb import inference_pb2_grpc
 from specdec_ray.rounds.request import GenerationRequest, SpeculationStats
 from specdec_ray.rounds.text import Delta, FinishReason
+from specdec_ray.sampling.structure import choice, context_free, json_schema, regex
 from specdec_ray.serve.merge import merge
 from specdec_ray.serve.requests import (
     DEFAULT_MAX_TOKENS,
@@ -32,6 +33,7 @@ from specdec_ray.serve.requests import (
 )
 from specdec_ray.serve.service import GenerationService
 from specdec_ray.serve.statistics import speculation_metrics
+from specdec_ray.serve.structure import Structure
 
 logger = logging.getLogger("ray.serve")
 
@@ -42,6 +44,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "json_schema": json_schema,
+    "regex": regex,
+    "choice": choice,
+    "grammar": context_free,
 }
 _RULES = {
     value: name.removeprefix("ACCEPTANCE_RULE_").lower() if value else None
@@ -178,7 +186,7 @@ class _Call:
             prompt = await encode_chat(service, messages, kind)
         else:
             raise InvalidParameter("prompt", "is missing: give text, token_ids or chat")
-        requests = choices_of(service, prompt, _options(given), kind)
+        requests = await choices_of(service, prompt, _options(given), kind)
         decode = service.model.tokenizer.decode
         echo = decode(prompt, skip_special_tokens=True) if given.echo else ""
         return cls(service, requests, echo)
@@ -241,7 +249,16 @@ def _options(given: pb.GenerationInput) -> Options:
         min_tokens=given.min_tokens,
         draft_tokens=optional("draft_tokens", None),
         rule=_RULES.get(given.rule, str(given.rule)),
+        structure=_structure(given),
     )
+
+
+def _structure(given: pb.GenerationInput) -> Structure | None:
+    kind = given.WhichOneof("structure")
+    if not kind:
+        return None
+    value = getattr(given, kind)
+    return Structure(kind, _FORMS[kind], value.texts if kind == "choice" else value)
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ from specdec_ray.errors import ContextOverflow, InvalidParameter
 from specdec_ray.rounds.request import GenerationRequest
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.serve.service import GenerationService
+from specdec_ray.serve.structure import Structure
 from specdec_ray.speculation.proposal import Rule
 
 MAX_DRAFT_TOKENS = 64
@@ -42,6 +43,7 @@ class Options:
         rule: an acceptance rule's name, or "greedy"; None is the deployment's.
         logit_bias: bias of each token id.
         bad_words: texts that may not be emitted, with or without a space before them.
+        structure: what the output must match; None for anything.
         max_tokens_field: what the client called `max_tokens`.
     """
 
@@ -64,6 +66,7 @@ class Options:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
+    structure: Structure | None = None
     max_tokens_field: str = "max_tokens"
 
 
@@ -138,7 +141,7 @@ def check_ids(service: GenerationService, ids: Sequence[int], field: str) -> tup
     return tuple(ids)
 
 
-def choices_of(
+async def choices_of(
     service: GenerationService, prompt: tuple[int, ...], options: Options, field: str
 ) -> list[GenerationRequest]:
     """One generation request per choice; they differ in their noise only.
@@ -162,7 +165,8 @@ def choices_of(
         raise ContextOverflow(field, context, len(prompt) + wanted)
     _check_range("min_tokens", options.min_tokens, 0, wanted)
     rule = _rule(options)
-    params = _sampling_params(service, options)
+    grammar = await _grammar(service, options.structure)
+    params = replace(_sampling_params(service, options), grammar=grammar)
     return [
         GenerationRequest(
             prompt=prompt,
@@ -193,6 +197,13 @@ def _sampling_params(service: GenerationService, options: Options) -> SamplingPa
         bad_words=_bad_word_tokens(service, options.bad_words),
         min_tokens=options.min_tokens,
     )
+
+
+async def _grammar(service: GenerationService, structure: Structure | None) -> str:
+    if structure is None:
+        return ""
+    # Large schemas take some 100 ms.
+    return await asyncio.to_thread(structure.grammar, service.model.grammars)
 
 
 def _rule(options: Options) -> Rule | None:

@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle
 from transformers import GenerationConfig
 
 from specdec_ray.config import RoundConfig, SpecdecConfig
-from specdec_ray.engine.build import MAX_NODES, end_token_ids
+from specdec_ray.engine.build import MAX_NODES, build_grammars, end_token_ids
 from specdec_ray.models.loading import load_config, load_tokenizer
 from specdec_ray.models.support import context_length
 from specdec_ray.serve.grpc_api import GrpcServer
@@ -78,10 +78,13 @@ def _served_model(config: SpecdecConfig) -> ServedModel:
         )
     except OSError:
         generation_config = None
+    ends = end_token_ids(generation_config, tokenizer)
+    vocab_size = model_config.get_text_config().vocab_size
     return ServedModel(
         name=target.name,
         tokenizer=tokenizer,
-        end_token_ids=end_token_ids(generation_config, tokenizer),
+        end_token_ids=ends,
         context_length=min(context_length(model_config), target.kv_cache_tokens),
-        vocab_size=min(len(tokenizer), model_config.get_text_config().vocab_size),
+        vocab_size=min(len(tokenizer), vocab_size),
+        grammars=build_grammars(tokenizer, vocab_size, ends),
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from specdec_ray.config import LimitsConfig, RoundConfig
+from specdec_ray.engine.grammar import Grammars
 from specdec_ray.errors import Overloaded, SpecdecError
 from specdec_ray.rounds.generate import generate
 from specdec_ray.rounds.ports import EnginePool
@@ -28,6 +29,7 @@ class ServedModel:
     Attributes:
         context_length: tokens that a prompt and its completion may have together.
         vocab_size: number of token ids.
+        grammars: None if the model cannot follow any.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ServedModel:
     end_token_ids: frozenset[int]
     context_length: int
     vocab_size: int
+    grammars: Grammars | None
 
 
 class GenerationService:

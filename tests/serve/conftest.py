@@ -12,7 +12,7 @@ VOCAB, EOS, CONTEXT = 259, 257, 512
 
 
 @pytest.fixture
-def make_service(make_llama, make_target, make_draft, tokenizer):
+def make_service(make_llama, make_target, make_draft, tokenizer, grammars):
     """A service on in-process engines."""
 
     def make(*, limits=None, max_generations=32, drafts=True, blocks=400):
@@ -21,7 +21,7 @@ def make_service(make_llama, make_target, make_draft, tokenizer):
         if drafts:
             near = make_draft(make_llama(noise=0.05), blocks=blocks)
             draft = InProcessPool(EngineThread(near, "draft"))
-        model = ServedModel("tiny", tokenizer, frozenset({EOS}), CONTEXT, VOCAB)
+        model = ServedModel("tiny", tokenizer, frozenset({EOS}), CONTEXT, VOCAB, grammars)
         rounds = RoundConfig(draft_tokens=4)
         return GenerationService(
             model, target, draft, rounds, limits or LimitsConfig(), max_generations

@@ -266,11 +266,6 @@ BAD = {
     "min_tokens above max_tokens": ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", None),
     "min_tokens below": ({"min_tokens": -1}, "min_tokens", None),
     "suffix": ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-    "response_format": (
-        {"response_format": {"type": "json_object"}},
-        "response_format",
-        "unsupported_parameter",
-    ),
 }
 
 

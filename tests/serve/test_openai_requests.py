@@ -67,7 +67,6 @@ NEUTRAL = {
     "top_logprobs": (0, 5),
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
-    "response_format": ({"type": "text"}, {"type": "json_object"}),
     "best_of": (1, 2),
     "prompt_logprobs": (None, 1),
 }

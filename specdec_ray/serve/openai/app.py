@@ -66,7 +66,7 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
         requests = [
             choice
             for prompt in prompts
-            for choice in choices_of(service, prompt, options, "prompt")
+            for choice in await choices_of(service, prompt, options, "prompt")
         ]
         echoes = []
         if body.echo:
@@ -87,7 +87,7 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
         _check(service, body)
         messages = [message.flat() for message in body.messages]
         prompt = await encode_chat(service, messages, "messages")
-        requests = choices_of(service, prompt, body.options(), "messages")
+        requests = await choices_of(service, prompt, body.options(), "messages")
         answer = Answer(
             service.model.name, requests, chat=True, token_ids=bool(body.return_token_ids)
         )

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_ray.errors import InvalidParameter
+from specdec_ray.serve.openai.structured import StructuredBody
 from specdec_ray.serve.requests import DEFAULT_MAX_TOKENS, Message, Options
 
 logger = logging.getLogger("ray.serve")
@@ -22,12 +23,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
     "allowed_token_ids": (None, []),
@@ -68,7 +63,7 @@ class SpeculativeOptions(BaseModel):
     )
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(StructuredBody):
     """What both endpoints take. null means absent."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -134,6 +129,7 @@ class GenerationBody(BaseModel):
             min_tokens=self.min_tokens or 0,
             draft_tokens=self.speculative.num_tokens if self.speculative else None,
             rule=self.speculative.rule if self.speculative else None,
+            structure=self.structure(),
         )
 
     @property
