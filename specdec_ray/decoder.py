@@ -22,6 +22,7 @@ from specdec_ray.rounds.in_process import InProcessPool
 from specdec_ray.rounds.request import GenerationRequest, RoundSettings, SpeculationStats
 from specdec_ray.rounds.text import Delta, FinishReason, TextStream, stream_text
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import Rule
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class Generation:
 
     Attributes:
         seed: names the text: the same prompt, parameters and seed give it again.
+        logprobs: one entry per token, if `logprobs` was given.
     """
 
     text: str
@@ -41,6 +43,7 @@ class Generation:
     finish_reason: FinishReason
     seed: int
     stats: SpeculationStats
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class SpeculativeDecoder:
@@ -207,9 +210,13 @@ class SpeculativeDecoder:
         return stream_text(generate(request, self._targets, self._drafts, self._settings), text)
 
     async def _gather(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._finish(request)) for request in requests]
-        return [task.result() for task in tasks]
+        tasks = [asyncio.ensure_future(self._finish(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # after one failed, the others must have freed what they hold
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _finish(self, request: GenerationRequest) -> Generation:
         deltas = [delta async for delta in self._deltas(request)]
@@ -222,6 +229,7 @@ class SpeculativeDecoder:
             finish_reason=last.finish_reason,
             seed=request.params.seed,
             stats=last.stats,
+            logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

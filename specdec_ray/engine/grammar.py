@@ -86,6 +86,11 @@ class Grammars:
         except ValueError as error:
             raise InvalidParameter("grammar", str(error)) from error
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token spells; a special token its name."""
+        # llguidance keeps the byte 0xFF, which no UTF-8 text has, for itself.
+        return self._tokenizer.decode_bytes([token]) or b"\xff"
+
     def start(self, grammar: str, prompt_length: int) -> GrammarState:
         """Begin a grammar behind a prompt.
 

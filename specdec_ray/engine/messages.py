@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import DraftProbs, Rule
 from specdec_ray.speculation.tree import TokenTree
 
@@ -76,10 +77,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Answer to Open. `emitted` holds the target's first token; a draft emits none."""
+    """Answer to Open. `emitted` holds the target's first token; a draft emits none.
+
+    `logprobs` has one entry per emitted token if they were asked for, here and in Verdict.
+    """
 
     handle: CacheHandle
     emitted: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,7 @@ class Verdict:
     accepted: int
     emitted: tuple[int, ...]
     load: Load
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """The target engine: owns the truth. One packed forward verifies many sessions' trees."""
 
-from collections.abc import Sequence
-
 from specdec_ray.engine.grammar import Grammars
 from specdec_ray.engine.messages import (
     Close,
@@ -20,6 +18,7 @@ from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.speculation.acceptance import Judgement
+from specdec_ray.speculation.logprobs import TokenLogprobs, emitted_logprobs
 from specdec_ray.speculation.step import RowGroup, judge
 from specdec_ray.speculation.tree import TokenTree
 
@@ -84,14 +83,16 @@ class TargetEngine:
         groups = [_row_group(session, verify) for session, verify in verifies.items()]
         groups += [_row_group(session, None) for session in finishing]
         judgements = judge(logits, groups, vocab_limit=self._vocab_limit)
+        logprobs = emitted_logprobs(logits, groups, judgements, vocab_limit=self._vocab_limit)
 
         for session, segment in chunks:
             session.kv_length += len(segment.tokens)
         self._verifies = {}
-        for (session, verify), judgement in zip(verifies.items(), judgements, strict=False):
-            self._conclude(session, verify, judgement, outbox)
-        for session, judgement in zip(finishing, judgements[len(verifies) :], strict=True):
-            self._opened(session, judgement.emitted, outbox)
+        verdicts = list(zip(judgements, logprobs, strict=True))
+        for (session, verify), verdict in zip(verifies.items(), verdicts, strict=False):
+            self._conclude(session, verify, *verdict, outbox)
+        for session, verdict in zip(finishing, verdicts[len(verifies) :], strict=True):
+            self._opened(session, *verdict, outbox)
         return True
 
     def fail_pending(self, outbox: Outbox, error: Exception) -> None:
@@ -172,7 +173,12 @@ class TargetEngine:
         return check_draft_probs(request.draft_probs, tree, self._vocab_limit)
 
     def _conclude(
-        self, session: Session, verify: Verify, judgement: Judgement, outbox: Outbox
+        self,
+        session: Session,
+        verify: Verify,
+        judgement: Judgement,
+        logprobs: tuple[TokenLogprobs, ...],
+        outbox: Outbox,
     ) -> None:
         rows = (0, *(node + 1 for node in judgement.path))
         self._model.compact(session.table, session.kv_length, rows)
@@ -184,15 +190,22 @@ class TargetEngine:
             accepted=len(judgement.path),
             emitted=judgement.emitted,
             load=self.sessions.load,
+            logprobs=logprobs,
         )
         self._verdicts[session] = verdict
         outbox.put(session.finish(), verdict)
 
-    def _opened(self, session: Session, emitted: Sequence[int], outbox: Outbox) -> None:
+    def _opened(
+        self,
+        session: Session,
+        judgement: Judgement,
+        logprobs: tuple[TokenLogprobs, ...],
+        outbox: Outbox,
+    ) -> None:
         session.phase = Phase.READY
-        session.tokens.extend(emitted)
+        session.tokens.extend(judgement.emitted)
         handle = self.sessions.handle(session, session.kv_length)
-        outbox.put(session.finish(), Opened(handle, tuple(emitted)))
+        outbox.put(session.finish(), Opened(handle, judgement.emitted, logprobs))
 
     def _forget(self, session: Session) -> None:
         self._verifies.pop(session, None)

@@ -90,7 +90,7 @@ class CacheHandle(_message.Message):
     def __init__(self, session_id: _Optional[bytes] = ..., replica_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens", "end_token_ids", "grammar")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "min_tokens", "end_token_ids", "grammar", "logprobs")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Sampling(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -119,7 +120,8 @@ class Sampling(_message.Message):
     min_tokens: int
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     grammar: str
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ...) -> None: ...
+    logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., bad_words: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., min_tokens: _Optional[int] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
@@ -151,13 +153,25 @@ class Open(_message.Message):
     prompt_length: int
     def __init__(self, session_id: _Optional[bytes] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., rule: _Optional[_Union[Rule, str]] = ..., max_length: _Optional[int] = ..., prompt_length: _Optional[int] = ...) -> None: ...
 
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Opened(_message.Message):
-    __slots__ = ("handle", "emitted")
+    __slots__ = ("handle", "emitted", "logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: CacheHandle
     emitted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., emitted: _Optional[_Iterable[int]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., emitted: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Propose(_message.Message):
     __slots__ = ("handle", "tokens", "count")
@@ -214,18 +228,20 @@ class Verify(_message.Message):
     def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., round: _Optional[int] = ..., base_length: _Optional[int] = ..., tree: _Optional[_Union[TokenTree, _Mapping]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("handle", "round", "accepted", "emitted", "load")
+    __slots__ = ("handle", "round", "accepted", "emitted", "load", "logprobs")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handle: CacheHandle
     round: int
     accepted: int
     emitted: _containers.RepeatedScalarFieldContainer[int]
     load: Load
-    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., round: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., round: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("waiting", "free_blocks")

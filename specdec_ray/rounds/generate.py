@@ -50,7 +50,7 @@ async def generate(
                     handle, round_number = opened.handle, 0
                     committed += opened.emitted
                     losses = 0
-                    yield Emission(opened.emitted)
+                    yield Emission(opened.emitted, logprobs=opened.logprobs)
                     while len(committed) < end:
                         proposal = await drafter.propose(committed, end - len(committed) - 1)
                         round_number += 1
@@ -65,7 +65,12 @@ async def generate(
                         handle = verdict.handle
                         committed += verdict.emitted
                         await drafter.ask(committed, end - len(committed) - 1)
-                        yield Emission(verdict.emitted, len(proposal.tree), verdict.accepted)
+                        yield Emission(
+                            verdict.emitted,
+                            len(proposal.tree),
+                            verdict.accepted,
+                            verdict.logprobs,
+                        )
             except EngineLost as loss:
                 losses += 1
                 if losses > MAX_REOPENS_WITHOUT_PROGRESS:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import Rule
 
 
@@ -65,11 +66,13 @@ class Emission:
         tokens: accepted tokens, then the target's own.
         proposed: drafted tokens the target was shown.
         accepted: how many of them it took.
+        logprobs: one entry per token, if they were asked for.
     """
 
     tokens: tuple[int, ...]
     proposed: int = 0
     accepted: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec_ray.rounds.detokenizer import Detokenizer
 from specdec_ray.rounds.request import Emission, GenerationRequest, SpeculationStats
+from specdec_ray.speculation.logprobs import TokenLogprobs
 
 
 class FinishReason(StrEnum):
@@ -29,6 +30,7 @@ class Delta:
         finish_reason: set on the last delta only.
         stop_reason: the stop string or token id that ended the text, if one did.
         stats: the generation's speculation statistics, on the last delta only.
+        logprobs: one entry per kept id, if they were asked for.
     """
 
     text: str
@@ -36,6 +38,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     stats: SpeculationStats | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class StopStrings:
@@ -116,7 +119,12 @@ class TextStream:
                 pieces.append(self._stops.flush())
         self._count(emission, len(kept))
         return Delta(
-            "".join(pieces), tuple(kept), reason, stop, self._stats if reason is not None else None
+            "".join(pieces),
+            tuple(kept),
+            reason,
+            stop,
+            self._stats if reason is not None else None,
+            emission.logprobs[: len(kept)],
         )
 
     def _count(self, emission: Emission, kept: int) -> None:

@@ -10,6 +10,7 @@ MAX_SEED = 2**63 - 1
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
+MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARS = 2**16  # compiled on the engine's thread: 0.1 s
 
 
@@ -33,6 +34,8 @@ class SamplingParams:
         min_tokens: tokens before the first of `end_token_ids`.
         end_token_ids: ids that `min_tokens` keeps away.
         grammar: what the output must match, in llguidance's form; empty for anything.
+        logprobs: report each emitted token's log-probability, and so many of the most probable
+            ones beside it; None reports nothing.
 
     Raises:
         InvalidParameter: naming the field, its limit and the value.
@@ -52,6 +55,7 @@ class SamplingParams:
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
     grammar: str = ""
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.temperature, "temperature", 0, 100)
@@ -70,6 +74,7 @@ class SamplingParams:
         for word in self.bad_words:
             _check(len(word), "bad_words", 1, MAX_BAD_WORD_TOKENS)
         _check(self.min_tokens, "min_tokens", 0, 2**31 - 1)
+        _check(self.logprobs or 0, "logprobs", 0, MAX_LOGPROBS)
         _check_count(self.grammar, "grammar", MAX_GRAMMAR_CHARS, "characters")
 
     @property

@@ -34,6 +34,7 @@ from specdec_ray.serve.requests import (
 from specdec_ray.serve.service import GenerationService
 from specdec_ray.serve.statistics import speculation_metrics
 from specdec_ray.serve.structure import Structure
+from specdec_ray.speculation.logprobs import TokenLogprobs
 
 logger = logging.getLogger("ray.serve")
 
@@ -217,12 +218,26 @@ class _Call:
         choice = self.choices[index]
         choice.text += delta.text
         choice.token_ids.extend(delta.token_ids)
+        logprobs = [_logprobs(entry) for entry in delta.logprobs]
+        choice.logprobs.extend(logprobs)
         if reason is not None:
             choice.finish_reason = reason
         self._stats = delta.stats
         return pb.ChoiceDelta(
-            index=index, text=delta.text, token_ids=delta.token_ids, finish_reason=reason
+            index=index,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            finish_reason=reason,
+            logprobs=logprobs,
         )
+
+
+def _logprobs(entry: TokenLogprobs) -> pb.Logprobs:
+    return pb.Logprobs(
+        logprob=entry.logprob,
+        top_ids=[token for token, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
 
 
 def _options(given: pb.GenerationInput) -> Options:
@@ -250,6 +265,7 @@ def _options(given: pb.GenerationInput) -> Options:
         draft_tokens=optional("draft_tokens", None),
         rule=_RULES.get(given.rule, str(given.rule)),
         structure=_structure(given),
+        logprobs=optional("logprobs", None),
     )
 
 

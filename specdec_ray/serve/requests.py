@@ -43,6 +43,7 @@ class Options:
         rule: an acceptance rule's name, or "greedy"; None is the deployment's.
         logit_bias: bias of each token id.
         bad_words: texts that may not be emitted, with or without a space before them.
+        logprobs: as in `SamplingParams`.
         structure: what the output must match; None for anything.
         max_tokens_field: what the client called `max_tokens`.
     """
@@ -67,6 +68,7 @@ class Options:
     bad_words: tuple[str, ...] = ()
     min_tokens: int = 0
     structure: Structure | None = None
+    logprobs: int | None = None
     max_tokens_field: str = "max_tokens"
 
 
@@ -196,6 +198,7 @@ def _sampling_params(service: GenerationService, options: Options) -> SamplingPa
         logit_bias=tuple(zip(biased, options.logit_bias.values(), strict=True)),
         bad_words=_bad_word_tokens(service, options.bad_words),
         min_tokens=options.min_tokens,
+        logprobs=options.logprobs,
     )
 
 

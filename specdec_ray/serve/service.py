@@ -39,6 +39,12 @@ class ServedModel:
     vocab_size: int
     grammars: Grammars | None
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token spells: part of a character, maybe."""
+        if self.grammars is not None:
+            return self.grammars.token_bytes(token)
+        return str(self.tokenizer.decode([token])).encode()
+
 
 class GenerationService:
     """Runs generations on pools of targets and drafts.

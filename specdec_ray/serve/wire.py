@@ -11,7 +11,8 @@ import torch
 from specdec_ray.engine import messages as m
 from specdec_ray.errors import InvalidParameter
 from specdec_ray.pb import rounds_pb2 as pb
-from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.sampling.params import MAX_LOGPROBS, SamplingParams
+from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import DraftProbs, Rule
 from specdec_ray.speculation.tree import TokenTree
 
@@ -105,6 +106,7 @@ def encode_reply(reply: m.Reply) -> pb.EngineReply:
             accepted=reply.accepted,
             emitted=reply.emitted,
             load=pb.Load(waiting=reply.load.waiting, free_blocks=reply.load.free_blocks),
+            logprobs=map(_logprobs, reply.logprobs),
         )
         return pb.EngineReply(verdict=verdict)
     if isinstance(reply, m.Proposal):
@@ -116,7 +118,11 @@ def encode_reply(reply: m.Reply) -> pb.EngineReply:
         )
         return pb.EngineReply(proposal=proposal)
     if isinstance(reply, m.Opened):
-        opened = pb.Opened(handle=_handle(reply.handle), emitted=reply.emitted)
+        opened = pb.Opened(
+            handle=_handle(reply.handle),
+            emitted=reply.emitted,
+            logprobs=map(_logprobs, reply.logprobs),
+        )
         return pb.EngineReply(opened=opened)
     refused = pb.Refused(
         session_id=reply.session_id,
@@ -199,7 +205,9 @@ def _decode_close(message: pb.Close, limits: WireLimits) -> m.Close:
 
 def _decode_opened(message: pb.Opened, limits: WireLimits) -> m.Opened:
     _check_count("emitted", message.emitted, limits.max_nodes + 1)
-    return m.Opened(_decode_handle(message.handle), tuple(message.emitted))
+    return m.Opened(
+        _decode_handle(message.handle), tuple(message.emitted), _decode_logprobs(message)
+    )
 
 
 def _decode_proposal(message: pb.Proposal, limits: WireLimits) -> m.Proposal:
@@ -224,6 +232,7 @@ def _decode_verdict(message: pb.Verdict, limits: WireLimits) -> m.Verdict:
         message.accepted,
         tuple(message.emitted),
         m.Load(message.load.waiting, message.load.free_blocks),
+        _decode_logprobs(message),
     )
 
 
@@ -277,6 +286,31 @@ def _decode_handle(handle: pb.CacheHandle) -> m.CacheHandle:
     )
 
 
+def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_ids=[token for token, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def _decode_logprobs(message: pb.Opened | pb.Verdict) -> tuple[TokenLogprobs, ...]:
+    if len(message.logprobs) not in (0, len(message.emitted)):
+        raise InvalidParameter(
+            "logprobs", f"{len(message.logprobs)} for {len(message.emitted)} emitted tokens"
+        )
+    for entry in message.logprobs:
+        _check_count("top_ids", entry.top_ids, MAX_LOGPROBS)
+        if len(entry.top_ids) != len(entry.top_logprobs):
+            raise InvalidParameter(
+                "top_logprobs", f"{len(entry.top_logprobs)} for {len(entry.top_ids)} top_ids"
+            )
+    return tuple(
+        TokenLogprobs(entry.logprob, tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)))
+        for entry in message.logprobs
+    )
+
+
 def _sampling(params: SamplingParams) -> pb.Sampling:
     return pb.Sampling(
         temperature=params.temperature,
@@ -293,6 +327,7 @@ def _sampling(params: SamplingParams) -> pb.Sampling:
         min_tokens=params.min_tokens,
         end_token_ids=params.end_token_ids,
         grammar=params.grammar,
+        logprobs=params.logprobs,
     )
 
 
@@ -315,6 +350,7 @@ def _decode_sampling(sampling: pb.Sampling, limits: WireLimits) -> SamplingParam
         min_tokens=sampling.min_tokens,
         end_token_ids=tuple(sampling.end_token_ids),
         grammar=sampling.grammar,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )
 
 

@@ -251,7 +251,6 @@ BAD = {
     "greedy and warm": ({"speculative": {"rule": "greedy"}, "temperature": 1}, "temperature", None),
     "unknown speculative key": ({"speculative": {"k": 1}}, "speculative", None),
     "best_of": ({"best_of": 3}, "best_of", "unsupported_parameter"),
-    "logprobs": ({"logprobs": 1}, "logprobs", "unsupported_parameter"),
     "presence_penalty above": ({"presence_penalty": 2.1}, "presence_penalty", None),
     "frequency_penalty text": ({"frequency_penalty": "1"}, "frequency_penalty", None),
     "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty", None),

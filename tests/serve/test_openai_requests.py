@@ -63,8 +63,6 @@ NEUTRAL = {
     "chat_template": (None, "{{ messages }}"),
     "chat_template_kwargs": ({}, {"enable_thinking": False}),
     "allowed_token_ids": (None, [1]),
-    "logprobs": (None, True),
-    "top_logprobs": (0, 5),
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
     "best_of": (1, 2),
@@ -81,11 +79,6 @@ async def test_known_keys_are_refused_unless_they_ask_for_nothing(http, endpoint
         assert response.status_code == 200, response.text
     error = error_of(await post(http, endpoint, **{key: with_effect}), 400)
     assert (error["param"], error["code"]) == (key, "unsupported_parameter")
-
-
-async def test_zero_logprobs_ask_for_the_tokens_own(http):
-    """For completions 0 means no alternatives, yet the log-probability of each token."""
-    assert error_of(await post(http, "completions", logprobs=0), 400)["param"] == "logprobs"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
             decode = service.model.tokenizer.decode
             echoes = [decode(choice.prompt, skip_special_tokens=True) for choice in requests]
         answer = Answer(
-            service.model.name,
+            service.model,
             requests,
             chat=False,
             prompts=len(prompts),
@@ -88,9 +88,7 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
         messages = [message.flat() for message in body.messages]
         prompt = await encode_chat(service, messages, "messages")
         requests = await choices_of(service, prompt, body.options(), "messages")
-        answer = Answer(
-            service.model.name, requests, chat=True, token_ids=bool(body.return_token_ids)
-        )
+        answer = Answer(service.model, requests, chat=True, token_ids=bool(body.return_token_ids))
         return await _answer(service, request.receive, body, requests, answer)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from specdec_ray import __version__
 from specdec_ray.rounds.request import GenerationRequest, SpeculationStats
 from specdec_ray.rounds.text import Delta
+from specdec_ray.serve.openai.logprobs import CompletionLogprobs, chat_logprobs
+from specdec_ray.serve.service import ServedModel
 from specdec_ray.serve.statistics import speculation_metrics
+from specdec_ray.speculation.logprobs import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -18,6 +21,7 @@ class ChoiceState:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     stats: SpeculationStats | None = None
@@ -25,6 +29,7 @@ class ChoiceState:
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.stats = delta.stats
@@ -41,7 +46,7 @@ class Answer:
 
     def __init__(
         self,
-        model: str,
+        model: ServedModel,
         requests: Sequence[GenerationRequest],
         *,
         chat: bool,
@@ -52,13 +57,20 @@ class Answer:
         self._chat = chat
         self._token_ids = token_ids
         self._echoes = echoes
+        self._model = model
+        self._with_logprobs = requests[0].params.logprobs is not None
+        self._completions = (
+            [CompletionLogprobs(model) for _ in requests]
+            if self._with_logprobs and not chat
+            else []
+        )
         per_prompt = len(requests) // prompts
         self._prompt_tokens = sum(len(request.prompt) for request in requests[::per_prompt])
         self.choices = [ChoiceState() for _ in requests]
         self._common = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": model,
+            "model": model.name,
             "system_fingerprint": f"specdec-ray-{__version__}",
             "seed": requests[0].params.seed,
         }
@@ -115,7 +127,8 @@ class Answer:
         return {"speculative_decoding": speculation_metrics(stats)}
 
     def _whole_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
-        body: dict[str, Any] = {"index": index, "logprobs": None}
+        logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
+        body: dict[str, Any] = {"index": index, "logprobs": logprobs}
         if self._chat:
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
@@ -136,15 +149,26 @@ class Answer:
     def _text_choice(self, index: int, text: str, delta: Delta | None = None) -> dict[str, Any]:
         reason = delta.finish_reason if delta is not None else None
         choice = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
-        return self._with_ids(choice, delta)
+        return self._with_tokens(choice, delta)
 
     def _chat_choice(
         self, index: int, content: dict[str, str], delta: Delta | None = None
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": content, "logprobs": None, "finish_reason": None}
-        return self._with_ids(choice, delta)
+        return self._with_tokens(choice, delta)
 
-    def _with_ids(self, choice: dict[str, Any], delta: Delta | None) -> dict[str, Any]:
-        if self._token_ids and delta is not None:
-            choice["token_ids"] = list(delta.token_ids)
+    def _with_tokens(self, choice: dict[str, Any], delta: Delta | None) -> dict[str, Any]:
+        if delta is not None:
+            choice["logprobs"] = self._logprobs(choice["index"], delta.token_ids, delta.logprobs)
+            if self._token_ids:
+                choice["token_ids"] = list(delta.token_ids)
         return choice
+
+    def _logprobs(
+        self, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        if self._chat:
+            return chat_logprobs(self._model, ids, logprobs)
+        return self._completions[index].push(ids, logprobs)

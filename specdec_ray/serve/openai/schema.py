@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec_ray.errors import InvalidParameter
+from specdec_ray.sampling.params import MAX_LOGPROBS
 from specdec_ray.serve.openai.structured import StructuredBody
 from specdec_ray.serve.requests import DEFAULT_MAX_TOKENS, Message, Options
 
@@ -16,8 +17,6 @@ logger = logging.getLogger("ray.serve")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "logprobs": (None, False),  # 0 asks completions for the tokens' own
-    "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -105,7 +104,9 @@ class GenerationBody(StructuredBody):
                 _logged_keys.add(key)
                 logger.info("ignoring the unknown request key %.64r", key)
 
-    def _options(self, max_tokens: int | None, field: str, default: int | None) -> Options:
+    def _options(
+        self, max_tokens: int | None, field: str, default: int | None, logprobs: int | None
+    ) -> Options:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         top_k = -1 if self.top_k is None else self.top_k
         return Options(
@@ -130,6 +131,7 @@ class GenerationBody(StructuredBody):
             draft_tokens=self.speculative.num_tokens if self.speculative else None,
             rule=self.speculative.rule if self.speculative else None,
             structure=self.structure(),
+            logprobs=logprobs,
         )
 
     @property
@@ -144,9 +146,12 @@ class GenerationBody(StructuredBody):
 class CompletionBody(GenerationBody):
     prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def options(self) -> Options:
-        return self._options(self.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS)
+        if self.echo and self.logprobs is not None:
+            raise UnsupportedParameter("echo", "is not supported together with logprobs")
+        return self._options(self.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS, self.logprobs)
 
 
 class TextPart(BaseModel):
@@ -173,11 +178,16 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 class ChatBody(GenerationBody):
     messages: Messages
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def options(self) -> Options:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidParameter("top_logprobs", "needs logprobs to be true")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
         if self.max_completion_tokens is None:
-            return self._options(self.max_tokens, "max_tokens", None)
-        return self._options(self.max_completion_tokens, "max_completion_tokens", None)
+            return self._options(self.max_tokens, "max_tokens", None, logprobs)
+        return self._options(self.max_completion_tokens, "max_completion_tokens", None, logprobs)
 
 
 class TokenizeBody(BaseModel):

@@ -1,0 +1,100 @@
+"""Log-probabilities under speculation are the stock model's."""
+
+import asyncio
+import math
+
+import pytest
+import torch
+
+from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.sampling.structure import regex
+from specdec_ray.speculation.logprobs import LOWEST, emitted_logprobs
+from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.step import RowGroup, judge
+from specdec_ray.speculation.tree import TokenTree
+
+PROMPT = list(b"The log of a")
+EDITS = {
+    "nothing": {},
+    "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": ((32, 5.0), (101, -100.0))},
+    "filters": {"top_k": 5, "top_p": 0.8, "min_p": 0.05},
+    "grammar": {"grammar": regex("[a-z ]*")},
+}
+
+
+@pytest.fixture
+def stock(make_llama):
+    """log-softmax of the stock model at each of the tokens after the prompt, [tokens, V]."""
+
+    @torch.inference_mode()
+    def logprobs(tokens):
+        logits = make_llama()(torch.tensor([PROMPT + tokens])).logits[0]
+        return logits[len(PROMPT) - 1 : -1].log_softmax(-1)
+
+    return logprobs
+
+
+def flat(emissions):
+    return [entry for emission in emissions for entry in emission.logprobs]
+
+
+@pytest.mark.parametrize("edit", list(EDITS))
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("temperature", [0, 0.9])
+async def test_they_are_the_stock_models(
+    target_pool, draft_pool, play, stock, edit, rule, temperature
+):
+    """Raw: whatever the temperature, the edits and the filters."""
+    params = SamplingParams(temperature=temperature, seed=2, logprobs=3, **EDITS[edit])
+    for drafts in (None, draft_pool("near")):
+        emissions, tokens = await play(PROMPT, target_pool, drafts, 30, params=params, rule=rule)
+        expected, entries = stock(tokens), flat(emissions)
+        assert len(entries) == len(tokens)
+        for row, token, entry in zip(expected, tokens, entries, strict=True):
+            values, ids = row.topk(3)
+            assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+            assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
+            assert {token for token, _ in entry.top} == set(ids.tolist())
+
+
+async def test_who_asks_for_what_in_one_batch(target_pool, draft_pool, play, flaky, stock):
+    drafts = draft_pool("near")
+    asked = [None, 0, 2, 20]
+
+    def one(count, targets=target_pool):
+        params = SamplingParams(temperature=0, logprobs=count)
+        return play(PROMPT, targets, drafts, 30, params=params)
+
+    runs = await asyncio.gather(*(one(count) for count in asked), one(2, flaky(target_pool, 3)))
+    for count, (emissions, tokens) in zip([*asked, 2], runs, strict=True):
+        entries = flat(emissions)
+        if count is None:
+            assert not entries
+            continue
+        assert {len(entry.top) for entry in entries} == {count}
+        own = stock(tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert [entry.logprob for entry in entries] == pytest.approx(own.tolist(), abs=1e-4)
+
+
+def test_along_a_trees_path_over_real_ids_only():
+    """Rows of rejected nodes and padding ids have no part in it."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 12)
+    logits[:, 8:] = 50.0  # padding of the embedding
+    logits[2, 7] = -math.inf
+    best = logits[:, :8].argmax(-1).tolist()
+    tree = TokenTree((9 % 8, best[0], best[2], 0), (-1, -1, 1, 1))
+    logits[:, tree.tokens[0]] = -5.0
+    best = logits[:, :8].argmax(-1).tolist()
+    tree = TokenTree((tree.tokens[0], best[0], best[2], (best[2] + 1) % 8), (-1, -1, 1, 1))
+    params = SamplingParams(temperature=0, logprobs=8)
+    groups = [RowGroup(params, Rule.COUPLED, 4, tree)]
+    judgements = judge(logits, groups, vocab_limit=8)
+    assert judgements[0].path == (1, 2)
+    (entries,) = emitted_logprobs(logits, groups, judgements, vocab_limit=8)
+    rows = logits[[0, 2, 3], :8].log_softmax(-1)
+    for row, token, entry in zip(rows, judgements[0].emitted, entries, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item())
+        assert sorted(token for token, _ in entry.top) == list(range(8))
+    assert entries[1].top[-1] == (7, LOWEST)

@@ -1,0 +1,139 @@
+"""Log-probabilities as clients see them."""
+
+import math
+
+import grpc
+import pytest
+
+from specdec_ray.pb import inference_pb2 as pb
+from specdec_ray.pb import inference_pb2_grpc
+from specdec_ray.serve.grpc_api import GrpcServer
+
+ASK = {"max_tokens": 24, "temperature": 0.9, "seed": 5}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **ASK}
+
+
+def check_offsets(text, logprobs):
+    """Each token that is text stands where it says."""
+    for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+        if "�" not in token and token != "</s>":
+            assert text[offset : offset + len(token)] == token
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_completions(client, n):
+    whole = await client.completions.create(model="tiny", prompt="x", n=n, logprobs=3, **ASK)
+    for choice in whole.choices:
+        logprobs = choice.logprobs
+        assert len(logprobs.tokens) == len(logprobs.token_logprobs) <= 24
+        assert all(-100 < value <= 0 for value in logprobs.token_logprobs)
+        for token, value, top in zip(
+            logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+        ):
+            assert top[token] == value
+            assert len(top) <= 4
+        check_offsets(choice.text, logprobs)
+    plain = await client.completions.create(model="tiny", prompt="x", n=n, **ASK)
+    assert [c.text for c in plain.choices] == [c.text for c in whole.choices]
+    assert {c.logprobs for c in plain.choices} == {None}
+
+
+async def test_a_stream_has_the_same(client):
+    ask = {"model": "tiny", "prompt": "x", "logprobs": 2, **ASK}
+    whole = (await client.completions.create(**ask)).choices[0].logprobs
+    stream = await client.completions.create(stream=True, **ask)
+    parts = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [x for part in parts for x in getattr(part, name)] == getattr(whole, name)
+
+
+async def test_chat(client, tokenizer):
+    answer = await client.chat.completions.create(
+        logprobs=True, top_logprobs=4, extra_body={"return_token_ids": True}, **CHAT
+    )
+    choice = answer.choices[0]
+    content = choice.logprobs.content
+    assert len(content) == len(choice.token_ids)
+    for entry in content:
+        assert len(entry.top_logprobs) == 4
+        values = [other.logprob for other in entry.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert sum(map(math.exp, values)) <= 1 + 1e-6
+        assert entry.token == bytes(entry.bytes).decode(errors="replace")
+    spelt = b"".join(bytes(entry.bytes) for entry in content)
+    ids = [token for token in choice.token_ids if token < 256]
+    assert spelt.removesuffix(b"</s>").decode(errors="replace") == tokenizer.decode(ids)
+
+
+async def test_chat_streams_and_defaults(client):
+    stream = await client.chat.completions.create(logprobs=True, stream=True, **CHAT)
+    content = [
+        entry
+        async for chunk in stream
+        if chunk.choices and chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    whole = await client.chat.completions.create(logprobs=True, **CHAT)
+    assert content == whole.choices[0].logprobs.content
+    assert {len(entry.top_logprobs) for entry in content} == {0}
+
+
+async def test_a_stop_string_cuts_them_too(client):
+    ask = {"model": "tiny", "prompt": "x", "logprobs": 0, **ASK}
+    text = (await client.completions.create(**ask)).choices[0].text
+    stop = text[3:5]
+    cut = (
+        await client.completions.create(stop=stop, extra_body={"return_token_ids": True}, **ask)
+    ).choices[0]
+    assert cut.finish_reason == "stop"
+    assert len(cut.logprobs.tokens) == len(cut.token_ids) < 24
+
+
+BAD = {
+    "completions": [
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+    "chat/completions": [
+        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+    ],
+}
+
+
+@pytest.mark.parametrize("endpoint", list(BAD))
+async def test_bad_values_name_the_field(http, endpoint):
+    body = {"prompt": "x"} if endpoint == "completions" else {"messages": CHAT["messages"]}
+    for extra, field in BAD[endpoint]:
+        response = await http.post(f"/v1/{endpoint}", json={**body, **extra})
+        assert response.status_code == 400, (extra, response.text)
+        assert response.json()["error"]["param"] == field
+
+
+async def test_grpc(service):
+    server = GrpcServer(service)
+    port = await server.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        given = pb.GenerationInput(text="x", max_tokens=20, temperature=0, logprobs=2)
+        choice = (await stub.Generate(pb.GenerateRequest(input=given))).choices[0]
+        assert len(choice.logprobs) == len(choice.token_ids)
+        for token, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert entry.top_ids[0] == token
+            assert entry.top_logprobs[0] == entry.logprob
+        streamed = [
+            entry
+            async for message in stub.GenerateStream(pb.GenerateStreamRequest(input=given))
+            for entry in message.delta.logprobs
+        ]
+        assert streamed == list(choice.logprobs)
+        given.logprobs = 21
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Generate(pb.GenerateRequest(input=given))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.value.details().startswith("logprobs")
+    await server.stop(0)
