@@ -36,6 +36,7 @@ class Generation:
     Attributes:
         seed: names the text: the same prompt, parameters and seed give it again.
         logprobs: one entry per token, if `logprobs` was given.
+        prompt_logprobs: one per token of the prompt but the first, if `prompt_logprobs` was given.
     """
 
     text: str
@@ -44,6 +45,7 @@ class Generation:
     seed: int
     stats: SpeculationStats
     logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
 
 
 class SpeculativeDecoder:
@@ -230,6 +232,7 @@ class SpeculativeDecoder:
             seed=request.params.seed,
             stats=last.stats,
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+            prompt_logprobs=deltas[0].prompt_logprobs,
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -116,7 +116,11 @@ class DraftEngine:
         session = self.sessions.get(request.session_id)
         context = self.sessions.context_length
         # A context shorter than the target's is drafted in as far as it goes.
-        request = replace(request, max_length=min(request.max_length, context))
+        request = replace(
+            request,
+            max_length=min(request.max_length, context),
+            params=replace(request.params, prompt_logprobs=None),
+        )
         refused = check_open(session, request, context, self._vocab_limit)
         if refused is None:
             assert session is not None

@@ -79,12 +79,14 @@ class Open:
 class Opened:
     """Answer to Open. `emitted` holds the target's first token; a draft emits none.
 
-    `logprobs` has one entry per emitted token if they were asked for, here and in Verdict.
+    `logprobs` has one entry per emitted token if they were asked for, here and in Verdict;
+    `prompt_logprobs` has one for each token of the prompt but the first.
     """
 
     handle: CacheHandle
     emitted: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,10 @@ from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.sampling.params import SamplingParams
+from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import Rule
+
+MAX_SCORED_LOGITS = 2**24  # of one prefill chunk whose prompt's log-probabilities are asked for
 
 
 class Phase(Enum):
@@ -39,6 +42,7 @@ class Session:
         kv_length: how many tokens, from the front, have their KV in `table`.
         max_length: tokens the session may ever hold; `table` covers them all.
         grammar: the session's place in its grammar, if it has one.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as it is prefilled.
         sink: where the reply to the request being worked on goes.
     """
 
@@ -52,11 +56,16 @@ class Session:
     params: SamplingParams = field(default_factory=SamplingParams)
     rule: Rule = Rule.COUPLED
     grammar: GrammarState | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     sink: ReplySink | None = None
 
     def allowed(self, paths: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
         """What the grammar allows below the committed tokens and each path, if there is one."""
         return None if self.grammar is None else self.grammar.allowed(self.tokens, paths)
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.params.prompt_logprobs is not None
 
     def finish(self) -> ReplySink:
         """Hand out the sink of the request that has been worked on."""
@@ -89,6 +98,7 @@ class SessionTable:
         self._grammars = grammars
         self.context_length = model.context_length
         self._identity = identity
+        self._scored_rows = max(1, MAX_SCORED_LOGITS // model.vocab_size)
         self._pool = model.pool
         self._sessions: dict[bytes, Session] = {}
         self._waiting: deque[Session] = deque()
@@ -131,6 +141,7 @@ class SessionTable:
         session.kv_length = 0
         session.max_length = request.max_length
         session.params, session.rule = request.params, request.rule
+        session.prompt_logprobs = []
         session.sink = sink
         session.phase = Phase.WAITING
         self._waiting.append(session)
@@ -156,19 +167,21 @@ class SessionTable:
         """Next chunks of the prefilling sessions, oldest first, at most `row_budget` rows.
 
         Args:
-            logit_rows: rows of logits wanted from the chunk that ends a context.
+            logit_rows: rows of logits wanted from the chunk that ends a context; where the prompt's
+                log-probabilities are asked for, those of all its rows are.
         """
         chunks = []
         for session in self:
             if session.phase is not Phase.PREFILLING or row_budget <= 0:
                 continue
-            end = min(len(session.tokens), session.kv_length + row_budget)
-            last = end == len(session.tokens)
-            tokens = session.tokens[session.kv_length : end]
+            rows = min(row_budget, self._scored_rows) if session.scores_prompt else row_budget
+            tokens = session.tokens[session.kv_length : session.kv_length + rows]
             row_budget -= len(tokens)
-            segment = Segment(
-                session.table, session.kv_length, tokens, logit_rows=logit_rows if last else 0
-            )
+            if session.scores_prompt:
+                wanted = len(tokens)
+            else:
+                wanted = logit_rows if ends_context(session, tokens) else 0
+            segment = Segment(session.table, session.kv_length, tokens, logit_rows=wanted)
             chunks.append((session, segment))
         return chunks
 
@@ -198,3 +211,8 @@ class SessionTable:
 
     def _blocks(self, length: int) -> int:
         return -(-length // self._pool.block_size)
+
+
+def ends_context(session: Session, tokens: Sequence[int]) -> bool:
+    """Whether the next chunk, of these tokens, is the last of the session's context."""
+    return session.kv_length + len(tokens) == len(session.tokens)

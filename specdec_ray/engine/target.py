@@ -1,5 +1,9 @@
 """The target engine: owns the truth. One packed forward verifies many sessions' trees."""
 
+from collections.abc import Sequence
+
+import torch
+
 from specdec_ray.engine.grammar import Grammars
 from specdec_ray.engine.messages import (
     Close,
@@ -12,13 +16,13 @@ from specdec_ray.engine.messages import (
     Verify,
 )
 from specdec_ray.engine.outbox import Outbox, ReplySink
-from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable
+from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable, ends_context
 from specdec_ray.engine.validation import check_draft_probs, check_open, check_tokens, refuse
 from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.speculation.acceptance import Judgement
-from specdec_ray.speculation.logprobs import TokenLogprobs, emitted_logprobs
+from specdec_ray.speculation.logprobs import TokenLogprobs, emitted_logprobs, token_logprobs
 from specdec_ray.speculation.step import RowGroup, judge
 from specdec_ray.speculation.tree import TokenTree
 
@@ -79,7 +83,10 @@ class TargetEngine:
         segments += [segment for _, segment in chunks]
         logits = self._model.forward(segments)
 
-        finishing = [session for session, segment in chunks if segment.logit_rows]
+        finishing = [
+            session for session, segment in chunks if ends_context(session, segment.tokens)
+        ]
+        logits = self._score_prompts(logits, rows, chunks)
         groups = [_row_group(session, verify) for session, verify in verifies.items()]
         groups += [_row_group(session, None) for session in finishing]
         judgements = judge(logits, groups, vocab_limit=self._vocab_limit)
@@ -94,6 +101,29 @@ class TargetEngine:
         for session, verdict in zip(finishing, verdicts[len(verifies) :], strict=True):
             self._opened(session, *verdict, outbox)
         return True
+
+    def _score_prompts(
+        self, logits: torch.Tensor, first: int, chunks: Sequence[tuple[Session, Segment]]
+    ) -> torch.Tensor:
+        """Note the log-probabilities of prompts that ask for them; leave the rows to be judged.
+
+        Args:
+            first: row of the first chunk's logits; those before are of verifies.
+        """
+        judged = list(range(first))
+        for session, segment in chunks:
+            if segment.logit_rows and ends_context(session, segment.tokens):
+                judged.append(first + segment.logit_rows - 1)
+            if session.scores_prompt:
+                # A row's logits are about the token after it.
+                after = session.kv_length + 1
+                tokens = session.tokens[after : after + len(segment.tokens)]
+                tokens = tokens[: max(session.prompt_length - after, 0)]
+                scored = logits[first : first + len(tokens), : self._vocab_limit]
+                count = session.params.prompt_logprobs or 0
+                session.prompt_logprobs += token_logprobs(scored, tokens, count)
+            first += segment.logit_rows
+        return logits if len(judged) == len(logits) else logits[judged]
 
     def fail_pending(self, outbox: Outbox, error: Exception) -> None:
         self._verifies = {}
@@ -205,7 +235,8 @@ class TargetEngine:
         session.phase = Phase.READY
         session.tokens.extend(judgement.emitted)
         handle = self.sessions.handle(session, session.kv_length)
-        outbox.put(session.finish(), Opened(handle, judgement.emitted, logprobs))
+        opened = Opened(handle, judgement.emitted, logprobs, tuple(session.prompt_logprobs))
+        outbox.put(session.finish(), opened)
 
     def _forget(self, session: Session) -> None:
         self._verifies.pop(session, None)

@@ -7,6 +7,7 @@ draft and target behind ports, so that the same loop runs in one process and acr
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import TypeVar
 
 from specdec_ray.engine.messages import Open, Opened, RefusalCode, Refused, Reply, Verdict, Verify
@@ -47,10 +48,15 @@ async def generate(
             try:
                 async with targets.session() as target:
                     opened = await _open(target, request, committed, end)
+                    request = _without_prompt_logprobs(request)  # not again after a loss
                     handle, round_number = opened.handle, 0
                     committed += opened.emitted
                     losses = 0
-                    yield Emission(opened.emitted, logprobs=opened.logprobs)
+                    yield Emission(
+                        opened.emitted,
+                        logprobs=opened.logprobs,
+                        prompt_logprobs=opened.prompt_logprobs,
+                    )
                     while len(committed) < end:
                         proposal = await drafter.propose(committed, end - len(committed) - 1)
                         round_number += 1
@@ -94,6 +100,10 @@ async def _open(
         )
     )
     return _expect(Opened, reply)
+
+
+def _without_prompt_logprobs(request: GenerationRequest) -> GenerationRequest:
+    return replace(request, params=replace(request.params, prompt_logprobs=None))
 
 
 def _expect(kind: type[R], reply: Reply) -> R:

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field, replace
 
+from specdec_ray.errors import InvalidParameter
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import Rule
+
+MAX_PROMPT_LOGPROBS = 2**20  # some 8 MB in one message of the round protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,15 @@ class GenerationRequest:
     ignore_eos: bool = False
     draft_tokens: int | None = None
     rule: Rule | None = None
+
+    def __post_init__(self) -> None:
+        count = self.params.prompt_logprobs
+        values = 0 if count is None else len(self.prompt) * (1 + count)
+        if values > MAX_PROMPT_LOGPROBS:
+            raise InvalidParameter(
+                "prompt_logprobs",
+                f"limit is {MAX_PROMPT_LOGPROBS} values, got {values} of {len(self.prompt)} tokens",
+            )
 
     def ends(self, own: frozenset[int]) -> frozenset[int]:
         """Tokens that end the text, `own` being the model's end tokens."""
@@ -67,12 +79,14 @@ class Emission:
         proposed: drafted tokens the target was shown.
         accepted: how many of them it took.
         logprobs: one entry per token, if they were asked for.
+        prompt_logprobs: one per prompt token but the first, in the first emission.
     """
 
     tokens: tuple[int, ...]
     proposed: int = 0
     accepted: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)

@@ -31,6 +31,7 @@ class Delta:
         stop_reason: the stop string or token id that ended the text, if one did.
         stats: the generation's speculation statistics, on the last delta only.
         logprobs: one entry per kept id, if they were asked for.
+        prompt_logprobs: one per prompt token but the first, in the first delta.
     """
 
     text: str
@@ -39,6 +40,7 @@ class Delta:
     stop_reason: str | int | None = None
     stats: SpeculationStats | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class StopStrings:
@@ -125,6 +127,7 @@ class TextStream:
             stop,
             self._stats if reason is not None else None,
             emission.logprobs[: len(kept)],
+            emission.prompt_logprobs,
         )
 
     def _count(self, emission: Emission, kept: int) -> None:

@@ -36,6 +36,7 @@ class SamplingParams:
         grammar: what the output must match, in llguidance's form; empty for anything.
         logprobs: report each emitted token's log-probability, and so many of the most probable
             ones beside it; None reports nothing.
+        prompt_logprobs: the same of the prompt's tokens; the first has none.
 
     Raises:
         InvalidParameter: naming the field, its limit and the value.
@@ -56,6 +57,7 @@ class SamplingParams:
     end_token_ids: tuple[int, ...] = ()
     grammar: str = ""
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check(self.temperature, "temperature", 0, 100)
@@ -75,6 +77,7 @@ class SamplingParams:
             _check(len(word), "bad_words", 1, MAX_BAD_WORD_TOKENS)
         _check(self.min_tokens, "min_tokens", 0, 2**31 - 1)
         _check(self.logprobs or 0, "logprobs", 0, MAX_LOGPROBS)
+        _check(self.prompt_logprobs or 0, "prompt_logprobs", 0, MAX_LOGPROBS)
         _check_count(self.grammar, "grammar", MAX_GRAMMAR_CHARS, "characters")
 
     @property

@@ -220,6 +220,8 @@ class _Call:
         choice.token_ids.extend(delta.token_ids)
         logprobs = [_logprobs(entry) for entry in delta.logprobs]
         choice.logprobs.extend(logprobs)
+        prompt_logprobs = [_logprobs(entry) for entry in delta.prompt_logprobs]
+        choice.prompt_logprobs.extend(prompt_logprobs)
         if reason is not None:
             choice.finish_reason = reason
         self._stats = delta.stats
@@ -229,6 +231,7 @@ class _Call:
             token_ids=delta.token_ids,
             finish_reason=reason,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
 
 
@@ -266,6 +269,7 @@ def _options(given: pb.GenerationInput) -> Options:
         rule=_RULES.get(given.rule, str(given.rule)),
         structure=_structure(given),
         logprobs=optional("logprobs", None),
+        prompt_logprobs=optional("prompt_logprobs", None),
     )
 
 

@@ -122,6 +122,7 @@ def encode_reply(reply: m.Reply) -> pb.EngineReply:
             handle=_handle(reply.handle),
             emitted=reply.emitted,
             logprobs=map(_logprobs, reply.logprobs),
+            prompt_logprobs=map(_logprobs, reply.prompt_logprobs),
         )
         return pb.EngineReply(opened=opened)
     refused = pb.Refused(
@@ -205,8 +206,12 @@ def _decode_close(message: pb.Close, limits: WireLimits) -> m.Close:
 
 def _decode_opened(message: pb.Opened, limits: WireLimits) -> m.Opened:
     _check_count("emitted", message.emitted, limits.max_nodes + 1)
+    _check_count("prompt_logprobs", message.prompt_logprobs, limits.max_context_tokens)
     return m.Opened(
-        _decode_handle(message.handle), tuple(message.emitted), _decode_logprobs(message)
+        _decode_handle(message.handle),
+        tuple(message.emitted),
+        _decode_emitted_logprobs(message),
+        _decode_logprobs(message.prompt_logprobs),
     )
 
 
@@ -232,7 +237,7 @@ def _decode_verdict(message: pb.Verdict, limits: WireLimits) -> m.Verdict:
         message.accepted,
         tuple(message.emitted),
         m.Load(message.load.waiting, message.load.free_blocks),
-        _decode_logprobs(message),
+        _decode_emitted_logprobs(message),
     )
 
 
@@ -294,12 +299,16 @@ def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def _decode_logprobs(message: pb.Opened | pb.Verdict) -> tuple[TokenLogprobs, ...]:
+def _decode_emitted_logprobs(message: pb.Opened | pb.Verdict) -> tuple[TokenLogprobs, ...]:
     if len(message.logprobs) not in (0, len(message.emitted)):
         raise InvalidParameter(
             "logprobs", f"{len(message.logprobs)} for {len(message.emitted)} emitted tokens"
         )
-    for entry in message.logprobs:
+    return _decode_logprobs(message.logprobs)
+
+
+def _decode_logprobs(entries: Sequence[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    for entry in entries:
         _check_count("top_ids", entry.top_ids, MAX_LOGPROBS)
         if len(entry.top_ids) != len(entry.top_logprobs):
             raise InvalidParameter(
@@ -307,7 +316,7 @@ def _decode_logprobs(message: pb.Opened | pb.Verdict) -> tuple[TokenLogprobs, ..
             )
     return tuple(
         TokenLogprobs(entry.logprob, tuple(zip(entry.top_ids, entry.top_logprobs, strict=True)))
-        for entry in message.logprobs
+        for entry in entries
     )
 
 
@@ -328,6 +337,7 @@ def _sampling(params: SamplingParams) -> pb.Sampling:
         end_token_ids=params.end_token_ids,
         grammar=params.grammar,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -351,6 +361,9 @@ def _decode_sampling(sampling: pb.Sampling, limits: WireLimits) -> SamplingParam
         end_token_ids=tuple(sampling.end_token_ids),
         grammar=sampling.grammar,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        prompt_logprobs=(
+            sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
+        ),
     )
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities of emitted tokens, always the target's."""
+"""Log-probabilities of tokens, always the target's."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -14,7 +14,7 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON cannot spell
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the target's probabilities at one emitted token's place.
+    """Natural logarithms of the target's probabilities at one token's place.
 
     Attributes:
         logprob: of the token.
@@ -38,33 +38,40 @@ def emitted_logprobs(
     Args:
         logits: float32 [R, V] as `judge` takes them.
     """
+    asked = [group.params.logprobs for group in groups]
     rows: list[int] = []
     tokens: list[int] = []
     starts = accumulate(map(len, groups), initial=0)
-    for start, group, judgement in zip(starts, groups, judgements, strict=False):
-        if group.params.logprobs is not None:
+    for start, count, judgement in zip(starts, asked, judgements, strict=False):
+        if count is not None:
             rows += (start, *(start + 1 + node for node in judgement.path))
             tokens += judgement.emitted
-    if not rows:
-        return [()] * len(groups)
-    count = max(group.params.logprobs or 0 for group in groups)
-    logprobs = logits[rows, :vocab_limit].log_softmax(-1).clamp_min(LOWEST)
-    own = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
-    values, ids = logprobs.topk(min(count, vocab_limit), dim=-1)
-    # Ids are whole numbers below 2^53, so one copy as float64 brings all of it to the host.
-    packed = torch.cat((own.double(), values.double(), ids.double()), 1).tolist()
-    entries = iter(packed)
+    most = max((count for count in asked if count is not None), default=0)
+    entries = iter(token_logprobs(logits[rows, :vocab_limit], tokens, most) if rows else ())
     return [
-        tuple(
-            _entry(next(entries), values.shape[1], group.params.logprobs)
-            for _ in judgement.emitted
-            if group.params.logprobs is not None
-        )
-        for group, judgement in zip(groups, judgements, strict=True)
+        tuple(_with_top(next(entries), count) for _ in judgement.emitted if count is not None)
+        for count, judgement in zip(asked, judgements, strict=True)
     ]
 
 
-def _entry(packed: Sequence[float], width: int, count: int) -> TokenLogprobs:
-    values, ids = packed[1 : 1 + width], packed[1 + width :]
-    pairs = zip(map(int, ids[:count]), values[:count], strict=True)
-    return TokenLogprobs(packed[0], tuple(pairs))
+def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Each row's log-probability of its token, and its `count` most probable ids.
+
+    Args:
+        logits: float32 [N, V], one row per token.
+    """
+    logprobs = logits.log_softmax(-1).clamp_min(LOWEST)
+    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    own = logprobs.gather(1, index[:, None])
+    values, ids = logprobs.topk(min(count, logits.shape[1]), dim=-1)
+    width = values.shape[1]
+    # Ids are whole numbers below 2^53, so one copy as float64 brings all of it to the host.
+    packed = torch.cat((own.double(), values.double(), ids.double()), 1).tolist()
+    return [
+        TokenLogprobs(own, tuple(zip(map(int, top[width:]), top[:width], strict=True)))
+        for own, *top in packed
+    ]
+
+
+def _with_top(entry: TokenLogprobs, count: int | None) -> TokenLogprobs:
+    return replace(entry, top=entry.top[:count])

@@ -6,6 +6,11 @@ import math
 import pytest
 import torch
 
+from specdec_ray.engine import sessions
+from specdec_ray.engine.loop import EngineThread
+from specdec_ray.errors import InvalidParameter
+from specdec_ray.rounds.in_process import InProcessPool
+from specdec_ray.rounds.request import GenerationRequest
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.sampling.structure import regex
 from specdec_ray.speculation.logprobs import LOWEST, emitted_logprobs
@@ -13,6 +18,7 @@ from specdec_ray.speculation.proposal import Rule
 from specdec_ray.speculation.step import RowGroup, judge
 from specdec_ray.speculation.tree import TokenTree
 
+VOCAB = 259
 PROMPT = list(b"The log of a")
 EDITS = {
     "nothing": {},
@@ -75,6 +81,50 @@ async def test_who_asks_for_what_in_one_batch(target_pool, draft_pool, play, fla
         assert {len(entry.top) for entry in entries} == {count}
         own = stock(tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         assert [entry.logprob for entry in entries] == pytest.approx(own.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 10**9])
+async def test_of_the_prompt(make_llama, make_target, draft_pool, play, monkeypatch, rows):
+    """In whatever chunks, beside sessions that ask for none, and once only after a loss."""
+    monkeypatch.setattr(sessions, "MAX_SCORED_LOGITS", rows * VOCAB)
+    targets = InProcessPool(EngineThread(make_target(make_llama()), "target"))
+    drafts = draft_pool("near")
+    torch.manual_seed(1)
+    prompts = [torch.randint(0, 255, (size,)).tolist() for size in (1, 2, 63, 64, 65, 150)]
+    asked = [0, None, 3, 20, 1, 5]
+
+    def one(prompt, count):
+        params = SamplingParams(temperature=0, prompt_logprobs=count, logprobs=0)
+        return play(prompt, targets, drafts, 12, params=params)
+
+    runs = await asyncio.gather(*map(one, prompts, asked))
+    for prompt, count, (emissions, tokens) in zip(prompts, asked, runs, strict=True):
+        with torch.inference_mode():
+            logprobs = make_llama()(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+        own = logprobs[:-1].gather(1, torch.tensor((prompt + tokens)[1:])[:, None])[:, 0].tolist()
+        entries = emissions[0].prompt_logprobs
+        expected = own[: len(prompt) - 1] if count is not None else []
+        assert [entry.logprob for entry in entries] == pytest.approx(expected, abs=1e-4)
+        for row, entry in zip(logprobs, entries, strict=False):
+            assert [value for _, value in entry.top] == pytest.approx(
+                row.topk(count).values.tolist(), abs=1e-4
+            )
+        emitted = [entry.logprob for entry in flat(emissions)]
+        assert emitted == pytest.approx(own[len(prompt) - 1 :], abs=1e-4)
+        assert not any(emission.prompt_logprobs for emission in emissions[1:])
+
+
+async def test_of_the_prompt_once_only(target_pool, draft_pool, play, flaky):
+    params = SamplingParams(temperature=0, prompt_logprobs=1)
+    emissions, _ = await play(PROMPT, flaky(target_pool, 2), None, 20, params=params)
+    assert [len(emission.prompt_logprobs) for emission in emissions][:2] == [len(PROMPT) - 1, 0]
+    assert sum(len(emission.prompt_logprobs) for emission in emissions) == len(PROMPT) - 1
+
+
+def test_of_a_prompt_too_long():
+    params = SamplingParams(prompt_logprobs=20)
+    with pytest.raises(InvalidParameter, match="prompt_logprobs: limit is 1048576 values"):
+        GenerationRequest((0,) * 60_000, params, max_tokens=1)
 
 
 def test_along_a_trees_path_over_real_ids_only():

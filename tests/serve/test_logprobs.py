@@ -4,6 +4,7 @@ import math
 
 import grpc
 import pytest
+import torch
 
 from specdec_ray.pb import inference_pb2 as pb
 from specdec_ray.pb import inference_pb2_grpc
@@ -89,13 +90,70 @@ async def test_a_stop_string_cuts_them_too(client):
     assert len(cut.logprobs.tokens) == len(cut.token_ids) < 24
 
 
+async def test_lm_evals_loglikelihood(client, tokenizer, make_llama):
+    """The request of lm-eval's `local-completions`, which slices by these arrays."""
+    prompts = [list(tokenizer(text)["input_ids"]) for text in ("A longer context", "x", "ab")]
+    answer = await client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1234
+    )
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        logprobs = choice.logprobs
+        assert len(logprobs.tokens) == len(prompt) + 1
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        row = make_llama()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        expected = row[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        assert logprobs.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+        for own, top in zip(logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True):
+            assert max(top.values()) >= own
+        check_offsets(choice.text, logprobs)
+
+
+async def test_a_streamed_echo_has_them_too(client):
+    ask = {"model": "tiny", "prompt": "A context", "logprobs": 2, "echo": True, "n": 2, **ASK}
+    whole = await client.completions.create(**ask)
+    parts = [[], []]
+    async for chunk in await client.completions.create(stream=True, **ask):
+        for choice in chunk.choices:
+            parts[choice.index].append(choice)
+    for choice, own in zip(whole.choices, parts, strict=True):
+        assert "".join(part.text for part in own) == choice.text
+        for name in ("tokens", "text_offset"):
+            streamed = [x for part in own for x in getattr(part.logprobs, name)]
+            assert streamed == getattr(choice.logprobs, name)
+        first, *values = [x for part in own for x in part.logprobs.token_logprobs]
+        assert first is None
+        assert values == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
+
+
+async def test_prompt_logprobs_as_vllm_has_them(client, tokenizer):
+    extra = {"prompt_logprobs": 3}
+    prompt = "A context"
+    choice = (
+        await client.completions.create(model="tiny", prompt=prompt, extra_body=extra, **ASK)
+    ).choices[0]
+    ids = tokenizer(prompt)["input_ids"]
+    first, *places = choice.prompt_logprobs
+    assert first is None
+    assert choice.logprobs is None
+    for token, place in zip(ids[1:], places, strict=True):
+        assert place[str(token)]["decoded_token"] == tokenizer.decode([token])
+        ranks = [at["rank"] for at in place.values() if at["rank"]]
+        assert ranks == [1, 2, 3]
+        values = [at["logprob"] for at in place.values()]
+        assert values == sorted(values, reverse=True)
+    chat = await client.chat.completions.create(extra_body=extra, **CHAT)
+    assert chat.prompt_logprobs[0] is None
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
 BAD = {
     "completions": [
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
     "chat/completions": [
         ({"logprobs": 3}, "logprobs"),
@@ -131,6 +189,10 @@ async def test_grpc(service):
             for entry in message.delta.logprobs
         ]
         assert streamed == list(choice.logprobs)
+        given.prompt_logprobs = 1
+        given.text = "A context"
+        whole = (await stub.Generate(pb.GenerateRequest(input=given))).choices[0]
+        assert len(whole.prompt_logprobs) == len(given.text) - 1
         given.logprobs = 21
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Generate(pb.GenerateRequest(input=given))

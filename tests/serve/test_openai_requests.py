@@ -66,7 +66,6 @@ NEUTRAL = {
     "tools": ([], [{"type": "function"}]),
     "tool_choice": ("none", "required"),
     "best_of": (1, 2),
-    "prompt_logprobs": (None, 1),
 }
 
 

@@ -79,6 +79,7 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
             prompts=len(prompts),
             echoes=echoes,
             token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
         )
         return await _answer(service, request.receive, body, requests, answer)
 
@@ -88,7 +89,13 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
         messages = [message.flat() for message in body.messages]
         prompt = await encode_chat(service, messages, "messages")
         requests = await choices_of(service, prompt, body.options(), "messages")
-        answer = Answer(service.model, requests, chat=True, token_ids=bool(body.return_token_ids))
+        answer = Answer(
+            service.model,
+            requests,
+            chat=True,
+            token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
+        )
         return await _answer(service, request.receive, body, requests, answer)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from specdec_ray import __version__
 from specdec_ray.rounds.request import GenerationRequest, SpeculationStats
 from specdec_ray.rounds.text import Delta
-from specdec_ray.serve.openai.logprobs import CompletionLogprobs, chat_logprobs
+from specdec_ray.serve.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from specdec_ray.serve.service import ServedModel
 from specdec_ray.serve.statistics import speculation_metrics
 from specdec_ray.speculation.logprobs import TokenLogprobs
@@ -22,6 +22,7 @@ class ChoiceState:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     stats: SpeculationStats | None = None
@@ -30,6 +31,7 @@ class ChoiceState:
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.stats = delta.stats
@@ -42,6 +44,9 @@ class Answer:
         chat: whether the objects are chat completions.
         requests: one per choice, in order.
         prompts: number of prompts the choices belong to.
+        echoes: text of each choice's prompt, to be repeated before its own; empty for none.
+        token_ids: whether choices show their ids.
+        prompt_logprobs: most probable tokens to list at each of the prompt's; None for no list.
     """
 
     def __init__(
@@ -53,17 +58,17 @@ class Answer:
         prompts: int = 1,
         echoes: Sequence[str] = (),
         token_ids: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self._chat = chat
         self._token_ids = token_ids
         self._echoes = echoes
         self._model = model
-        self._with_logprobs = requests[0].params.logprobs is not None
-        self._completions = (
-            [CompletionLogprobs(model) for _ in requests]
-            if self._with_logprobs and not chat
-            else []
-        )
+        self._requests = requests
+        self._prompt_logprobs = prompt_logprobs
+        count = requests[0].params.logprobs
+        self._with_logprobs = count is not None
+        self._completions = [CompletionLogprobs(model, count or 0) for _ in requests]
         per_prompt = len(requests) // prompts
         self._prompt_tokens = sum(len(request.prompt) for request in requests[::per_prompt])
         self.choices = [ChoiceState() for _ in requests]
@@ -77,30 +82,38 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The object of a finished request."""
-        return {
+        body = {
             **self._common,
             "object": "chat.completion" if self._chat else "text_completion",
             "choices": [self._whole_choice(i, c) for i, c in enumerate(self.choices)],
             "usage": self.usage(),
             "metrics": self.metrics(),
         }
+        if self._chat and self._prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._of_prompt(0, self._prompt_logprobs)
+        return body
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks that precede the text: the role of a chat's choices, the echo of a prompt."""
-        if self._chat:
-            role = {"role": "assistant", "content": ""}
-            return [self._chunk(self._chat_choice(i, role)) for i in range(len(self.choices))]
-        return [self._chunk(self._text_choice(i, echo)) for i, echo in enumerate(self._echoes)]
+        """Chunks that precede the text: the role of a chat's choices."""
+        if not self._chat:
+            return []
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk(self._chat_choice(i, role)) for i in range(len(self.choices))]
 
     def chunks(self, index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Chunks of one delta: its text, and for a chat's last one an empty delta that ends it."""
-        self.choices[index].add(delta)
-        if not self._chat:
-            return [self._chunk(self._text_choice(index, delta.text, delta))]
+        """Chunks of one delta: its text, before a completion's first one the echo of the prompt,
+        and for a chat's last one an empty delta that ends it."""
+        choice = self.choices[index]
+        first = not choice.token_ids
+        choice.add(delta)
         chunks = []
+        if not self._chat:
+            if first and self._echoes:
+                chunks.append(self._chunk(self._echo(index)))
+            return [*chunks, self._chunk(self._text_choice(index, delta.text, delta))]
         if delta.text or delta.token_ids:
-            choice = self._chat_choice(index, {"content": delta.text}, delta)
-            chunks.append(self._chunk({**choice, "finish_reason": None}))
+            content = self._chat_choice(index, {"content": delta.text}, delta)
+            chunks.append(self._chunk({**content, "finish_reason": None}))
         if delta.finish_reason is not None:
             ending = self._chat_choice(index, {})
             chunks.append(self._chunk({**ending, "finish_reason": delta.finish_reason}))
@@ -127,12 +140,17 @@ class Answer:
         return {"speculative_decoding": speculation_metrics(stats)}
 
     def _whole_choice(self, index: int, choice: ChoiceState) -> dict[str, Any]:
+        echoed = self._logprobs_of_echo(index)
         logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
+        if logprobs and echoed:
+            logprobs = {key: echoed[key] + logprobs[key] for key in logprobs}
         body: dict[str, Any] = {"index": index, "logprobs": logprobs}
         if self._chat:
             body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
         else:
             body["text"] = (self._echoes[index] if self._echoes else "") + choice.text
+            if self._prompt_logprobs is not None:
+                body["prompt_logprobs"] = self._of_prompt(index, self._prompt_logprobs)
         body["finish_reason"] = choice.finish_reason
         body["stop_reason"] = choice.stop_reason
         if self._token_ids:
@@ -163,6 +181,20 @@ class Answer:
             if self._token_ids:
                 choice["token_ids"] = list(delta.token_ids)
         return choice
+
+    def _echo(self, index: int) -> dict[str, Any]:
+        choice = self._text_choice(index, self._echoes[index])
+        return {**choice, "logprobs": self._logprobs_of_echo(index)}
+
+    def _logprobs_of_echo(self, index: int) -> dict[str, Any] | None:
+        if not (self._echoes and self._with_logprobs):
+            return None
+        logprobs = [None, *self.choices[index].prompt_logprobs]
+        return self._completions[index].push(self._requests[index].prompt, logprobs)
+
+    def _of_prompt(self, index: int, count: int) -> list[dict[str, Any] | None]:
+        logprobs = self.choices[index].prompt_logprobs
+        return prompt_logprobs(self._model, self._requests[index].prompt, logprobs, count)
 
     def _logprobs(
         self, index: int, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]

@@ -2,6 +2,7 @@
 change the output and are not implemented are refused."""
 
 import logging
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +18,6 @@ logger = logging.getLogger("ray.serve")
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "prompt_logprobs": (None,),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
@@ -84,6 +84,7 @@ class GenerationBody(StructuredBody):
     logit_bias: dict[str, float] | None = None
     bad_words: Texts | None = None
     min_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -107,6 +108,8 @@ class GenerationBody(StructuredBody):
     def _options(
         self, max_tokens: int | None, field: str, default: int | None, logprobs: int | None
     ) -> Options:
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidParameter("prompt_logprobs", "comes with whole answers only, not streamed")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         top_k = -1 if self.top_k is None else self.top_k
         return Options(
@@ -132,6 +135,7 @@ class GenerationBody(StructuredBody):
             rule=self.speculative.rule if self.speculative else None,
             structure=self.structure(),
             logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     @property
@@ -149,9 +153,10 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def options(self) -> Options:
-        if self.echo and self.logprobs is not None:
-            raise UnsupportedParameter("echo", "is not supported together with logprobs")
-        return self._options(self.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS, self.logprobs)
+        options = self._options(self.max_tokens, "max_tokens", DEFAULT_MAX_TOKENS, self.logprobs)
+        if not self.echo or self.logprobs is None:
+            return options
+        return replace(options, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
 
 class TextPart(BaseModel):
