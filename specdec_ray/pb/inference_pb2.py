@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecdec/v1/inference.proto\x12\nspecdec.v1\"=\n\x0fGenerateRequest\x12*\n\x05input\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.GenerationInput\"C\n\x15GenerateStreamRequest\x12*\n\x05input\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.GenerationInput\"\xc2\x07\n\x0fGenerationInput\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.specdec.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x0b \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\x0f \x01(\x08\x12\x19\n\x0c\x64raft_tokens\x18\x10 \x01(\rH\x07\x88\x01\x01\x12\x12\n\nrequest_id\x18\x11 \x01(\t\x12\x18\n\x10presence_penalty\x18\x12 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x13 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x14 \x01(\x01H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\x15 \x03(\x0b\x32*.specdec.v1.GenerationInput.LogitBiasEntry\x12\x11\n\tbad_words\x18\x16 \x03(\t\x12\x12\n\nmin_tokens\x18\x17 \x01(\r\x12(\n\x04rule\x18\x18 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x15\n\x0bjson_schema\x18\x19 \x01(\tH\x01\x12\x0f\n\x05regex\x18\x1a \x01(\tH\x01\x12#\n\x06\x63hoice\x18\x1b \x01(\x0b\x32\x11.specdec.v1.TextsH\x01\x12\x11\n\x07grammar\x18\x1c \x01(\tH\x01\x12\x15\n\x08logprobs\x18\x1d \x01(\rH\t\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1e \x01(\rH\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x0f\n\r_draft_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xca\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x12.specdec.v1.Choice\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x36\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1c.specdec.v1.SpeculationStatsH\x00\x88\x01\x01\x42\x0e\n\x0c_speculation\"B\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xc0\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12&\n\x08logprobs\x18\x05 \x03(\x0b\x32\x14.specdec.v1.Logprobs\x12-\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x14.specdec.v1.Logprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xdd\x01\n\x10SpeculationStats\x12\x17\n\x0fnum_spec_tokens\x18\x01 \x01(\r\x12\x16\n\x0enum_spec_steps\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x06 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x07 \x03(\r\"\x81\x01\n\x16GenerateStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.specdec.v1.ChoiceDeltaH\x00\x12(\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x19.specdec.v1.GenerationEndH\x00\x42\x07\n\x05\x65vent\"\xc5\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12&\n\x08logprobs\x18\x05 \x03(\x0b\x32\x14.specdec.v1.Logprobs\x12-\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x14.specdec.v1.Logprobs\"\x96\x01\n\rGenerationEnd\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1c.specdec.v1.SpeculationStatsH\x00\x88\x01\x01\x42\x0e\n\x0c_speculation\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.specdec.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r*\xc1\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x02\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x03\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_TYPICAL\x10\x04\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_RULE_GREEDY\x10\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x81\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.specdec.v1.GenerateStreamRequest\x1a\".specdec.v1.GenerateStreamResponse0\x01\x12K\n\nListModels\x12\x1d.specdec.v1.ListModelsRequest\x1a\x1e.specdec.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aspecdec/v1/inference.proto\x12\nspecdec.v1\"=\n\x0fGenerateRequest\x12*\n\x05input\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.GenerationInput\"C\n\x15GenerateStreamRequest\x12*\n\x05input\x18\x01 \x01(\x0b\x32\x1b.specdec.v1.GenerationInput\"\xde\x07\n\x0fGenerationInput\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.specdec.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.specdec.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x01H\x03\x88\x01\x01\x12\r\n\x05top_k\x18\x07 \x01(\r\x12\x12\n\x05top_p\x18\x08 \x01(\x01H\x04\x88\x01\x01\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x11\n\x04seed\x18\n \x01(\x04H\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x0b \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0c\n\x04\x65\x63ho\x18\x0f \x01(\x08\x12\x19\n\x0c\x64raft_tokens\x18\x10 \x01(\rH\x07\x88\x01\x01\x12\x12\n\nrequest_id\x18\x11 \x01(\t\x12\x18\n\x10presence_penalty\x18\x12 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x13 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x14 \x01(\x01H\x08\x88\x01\x01\x12>\n\nlogit_bias\x18\x15 \x03(\x0b\x32*.specdec.v1.GenerationInput.LogitBiasEntry\x12\x11\n\tbad_words\x18\x16 \x03(\t\x12\x12\n\nmin_tokens\x18\x17 \x01(\r\x12(\n\x04rule\x18\x18 \x01(\x0e\x32\x1a.specdec.v1.AcceptanceRule\x12\x15\n\x0bjson_schema\x18\x19 \x01(\tH\x01\x12\x0f\n\x05regex\x18\x1a \x01(\tH\x01\x12#\n\x06\x63hoice\x18\x1b \x01(\x0b\x32\x11.specdec.v1.TextsH\x01\x12\x11\n\x07grammar\x18\x1c \x01(\tH\x01\x12\x15\n\x08logprobs\x18\x1d \x01(\rH\t\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x1e \x01(\rH\n\x88\x01\x01\x12\x1a\n\x12processed_logprobs\x18\x1f \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\x0b\n\tstructureB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x0f\n\r_draft_tokensB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.specdec.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xca\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12#\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x12.specdec.v1.Choice\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x36\n\x0bspeculation\x18\x06 \x01(\x0b\x32\x1c.specdec.v1.SpeculationStatsH\x00\x88\x01\x01\x42\x0e\n\x0c_speculation\"B\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xc0\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12&\n\x08logprobs\x18\x05 \x03(\x0b\x32\x14.specdec.v1.Logprobs\x12-\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x14.specdec.v1.Logprobs\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xdd\x01\n\x10SpeculationStats\x12\x17\n\x0fnum_spec_tokens\x18\x01 \x01(\r\x12\x16\n\x0enum_spec_steps\x18\x02 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\r\x12!\n\x19num_accepted_draft_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01\x12\x1e\n\x16mean_acceptance_length\x18\x06 \x01(\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x07 \x03(\r\"\x81\x01\n\x16GenerateStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12(\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x17.specdec.v1.ChoiceDeltaH\x00\x12(\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x19.specdec.v1.GenerationEndH\x00\x42\x07\n\x05\x65vent\"\xc5\x01\n\x0b\x43hoiceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.specdec.v1.FinishReason\x12&\n\x08logprobs\x18\x05 \x03(\x0b\x32\x14.specdec.v1.Logprobs\x12-\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x14.specdec.v1.Logprobs\"\x96\x01\n\rGenerationEnd\x12\r\n\x05model\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.specdec.v1.Usage\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x36\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1c.specdec.v1.SpeculationStatsH\x00\x88\x01\x01\x42\x0e\n\x0c_speculation\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.specdec.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r*\xc1\x01\n\x0e\x41\x63\x63\x65ptanceRule\x12\x1f\n\x1b\x41\x43\x43\x45PTANCE_RULE_UNSPECIFIED\x10\x00\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_COUPLED\x10\x01\x12\x1d\n\x19\x41\x43\x43\x45PTANCE_RULE_REJECTION\x10\x02\x12\x19\n\x15\x41\x43\x43\x45PTANCE_RULE_BLOCK\x10\x03\x12\x1b\n\x17\x41\x43\x43\x45PTANCE_RULE_TYPICAL\x10\x04\x12\x1a\n\x16\x41\x43\x43\x45PTANCE_RULE_GREEDY\x10\x05*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x81\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1b.specdec.v1.GenerateRequest\x1a\x1c.specdec.v1.GenerateResponse\x12Y\n\x0eGenerateStream\x12!.specdec.v1.GenerateStreamRequest\x1a\".specdec.v1.GenerateStreamResponse0\x01\x12K\n\nListModels\x12\x1d.specdec.v1.ListModelsRequest\x1a\x1e.specdec.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,48 +33,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATIONINPUT_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATIONINPUT_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ACCEPTANCERULE']._serialized_start=2645
-  _globals['_ACCEPTANCERULE']._serialized_end=2838
-  _globals['_FINISHREASON']._serialized_start=2840
-  _globals['_FINISHREASON']._serialized_end=2935
+  _globals['_ACCEPTANCERULE']._serialized_start=2673
+  _globals['_ACCEPTANCERULE']._serialized_end=2866
+  _globals['_FINISHREASON']._serialized_start=2868
+  _globals['_FINISHREASON']._serialized_end=2963
   _globals['_GENERATEREQUEST']._serialized_start=42
   _globals['_GENERATEREQUEST']._serialized_end=103
   _globals['_GENERATESTREAMREQUEST']._serialized_start=105
   _globals['_GENERATESTREAMREQUEST']._serialized_end=172
   _globals['_GENERATIONINPUT']._serialized_start=175
-  _globals['_GENERATIONINPUT']._serialized_end=1137
-  _globals['_GENERATIONINPUT_LOGITBIASENTRY']._serialized_start=937
-  _globals['_GENERATIONINPUT_LOGITBIASENTRY']._serialized_end=985
-  _globals['_TEXTS']._serialized_start=1139
-  _globals['_TEXTS']._serialized_end=1161
-  _globals['_TOKENIDS']._serialized_start=1163
-  _globals['_TOKENIDS']._serialized_end=1186
-  _globals['_CHAT']._serialized_start=1188
-  _globals['_CHAT']._serialized_end=1237
-  _globals['_CHATMESSAGE']._serialized_start=1239
-  _globals['_CHATMESSAGE']._serialized_end=1283
-  _globals['_GENERATERESPONSE']._serialized_start=1286
-  _globals['_GENERATERESPONSE']._serialized_end=1488
-  _globals['_LOGPROBS']._serialized_start=1490
-  _globals['_LOGPROBS']._serialized_end=1556
-  _globals['_CHOICE']._serialized_start=1559
-  _globals['_CHOICE']._serialized_end=1751
-  _globals['_USAGE']._serialized_start=1753
-  _globals['_USAGE']._serialized_end=1810
-  _globals['_SPECULATIONSTATS']._serialized_start=1813
-  _globals['_SPECULATIONSTATS']._serialized_end=2034
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2037
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2166
-  _globals['_CHOICEDELTA']._serialized_start=2169
-  _globals['_CHOICEDELTA']._serialized_end=2366
-  _globals['_GENERATIONEND']._serialized_start=2369
-  _globals['_GENERATIONEND']._serialized_end=2519
-  _globals['_LISTMODELSREQUEST']._serialized_start=2521
-  _globals['_LISTMODELSREQUEST']._serialized_end=2540
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2542
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2597
-  _globals['_MODEL']._serialized_start=2599
-  _globals['_MODEL']._serialized_end=2642
-  _globals['_INFERENCESERVICE']._serialized_start=2938
-  _globals['_INFERENCESERVICE']._serialized_end=3195
+  _globals['_GENERATIONINPUT']._serialized_end=1165
+  _globals['_GENERATIONINPUT_LOGITBIASENTRY']._serialized_start=965
+  _globals['_GENERATIONINPUT_LOGITBIASENTRY']._serialized_end=1013
+  _globals['_TEXTS']._serialized_start=1167
+  _globals['_TEXTS']._serialized_end=1189
+  _globals['_TOKENIDS']._serialized_start=1191
+  _globals['_TOKENIDS']._serialized_end=1214
+  _globals['_CHAT']._serialized_start=1216
+  _globals['_CHAT']._serialized_end=1265
+  _globals['_CHATMESSAGE']._serialized_start=1267
+  _globals['_CHATMESSAGE']._serialized_end=1311
+  _globals['_GENERATERESPONSE']._serialized_start=1314
+  _globals['_GENERATERESPONSE']._serialized_end=1516
+  _globals['_LOGPROBS']._serialized_start=1518
+  _globals['_LOGPROBS']._serialized_end=1584
+  _globals['_CHOICE']._serialized_start=1587
+  _globals['_CHOICE']._serialized_end=1779
+  _globals['_USAGE']._serialized_start=1781
+  _globals['_USAGE']._serialized_end=1838
+  _globals['_SPECULATIONSTATS']._serialized_start=1841
+  _globals['_SPECULATIONSTATS']._serialized_end=2062
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=2065
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=2194
+  _globals['_CHOICEDELTA']._serialized_start=2197
+  _globals['_CHOICEDELTA']._serialized_end=2394
+  _globals['_GENERATIONEND']._serialized_start=2397
+  _globals['_GENERATIONEND']._serialized_end=2547
+  _globals['_LISTMODELSREQUEST']._serialized_start=2549
+  _globals['_LISTMODELSREQUEST']._serialized_end=2568
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2570
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2625
+  _globals['_MODEL']._serialized_start=2627
+  _globals['_MODEL']._serialized_end=2670
+  _globals['_INFERENCESERVICE']._serialized_start=2966
+  _globals['_INFERENCESERVICE']._serialized_end=3223
 # @@protoc_insertion_point(module_scope)

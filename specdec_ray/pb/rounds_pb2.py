@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/rounds.proto\x12\nspecdec.v1\"<\n\rRoundsRequest\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.specdec.v1.EngineRequest\":\n\x0eRoundsResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.specdec.v1.EngineReply\"\xae\x01\n\rEngineRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.specdec.v1.OpenH\x00\x12&\n\x07propose\x18\x02 \x01(\x0b\x32\x13.specdec.v1.ProposeH\x00\x12$\n\x06verify\x18\x03 \x01(\x0b\x32\x12.specdec.v1.VerifyH\x00\x12\"\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x11.specdec.v1.CloseH\x00\x42\t\n\x07request\"\xb6\x01\n\x0b\x45ngineReply\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.specdec.v1.OpenedH\x00\x12(\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.ProposalH\x00\x12&\n\x07verdict\x18\x03 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12&\n\x07refused\x18\x04 \x01(\x0b\x32\x13.specdec.v1.RefusedH\x00\x42\x07\n\x05reply\"i\n\x0b\x43\x61\x63heHandle\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x0e\n\x06length\x18\x05 \x01(\r\"\xc2\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x00\x88\x01\x01\x12)\n\nlogit_bias\x18\n \x03(\x0b\x32\x15.specdec.v1.LogitBias\x12,\n\tbad_words\x18\x0b \x03(\x0b\x32\x19.specdec.v1.TokenSequence\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x15\n\rend_token_ids\x18\r \x03(\r\x12\x0f\n\x07grammar\x18\x0e \x01(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x02\x88\x01\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x9d\x01\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12\x1e\n\x04rule\x18\x04 \x01(\x0e\x32\x10.specdec.v1.Rule\x12\x12\n\nmax_length\x18\x05 \x01(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xa3\x01\n\x06Opened\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\x0f\n\x07\x65mitted\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"Q\n\x07Propose\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\",\n\tTokenTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\"7\n\nDraftProbs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\r\n\x05probs\x18\x03 \x03(\x02\"\xaf\x01\n\x08Proposal\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12#\n\x04tree\x18\x03 \x01(\x0b\x32\x15.specdec.v1.TokenTree\x12\x30\n\x0b\x64raft_probs\x18\x04 \x01(\x0b\x32\x16.specdec.v1.DraftProbsH\x00\x88\x01\x01\x42\x0e\n\x0c_draft_probs\"\xbc\x01\n\x06Verify\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\r\n\x05round\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12#\n\x04tree\x18\x04 \x01(\x0b\x32\x15.specdec.v1.TokenTree\x12\x30\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x16.specdec.v1.DraftProbsH\x00\x88\x01\x01\x42\x0e\n\x0c_draft_probs\"\xb1\x01\n\x07Verdict\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\r\n\x05round\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x04 \x03(\r\x12\x1e\n\x04load\x18\x05 \x01(\x0b\x32\x10.specdec.v1.Load\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\",\n\x04Load\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\"\x1b\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x82\x01\n\x07Refused\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12%\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x17.specdec.v1.RefusalCode\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x14\n\x0cknown_length\x18\x04 \x01(\r\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01*d\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x10\n\x0cRULE_COUPLED\x10\x01\x12\x12\n\x0eRULE_REJECTION\x10\x02\x12\x0e\n\nRULE_BLOCK\x10\x03\x12\x10\n\x0cRULE_TYPICAL\x10\x04*\xf2\x01\n\x0bRefusalCode\x12\x1c\n\x18REFUSAL_CODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_CODE_STALE_LENGTH\x10\x01\x12\x1c\n\x18REFUSAL_CODE_STALE_EPOCH\x10\x02\x12\x1c\n\x18REFUSAL_CODE_STALE_ROUND\x10\x03\x12 \n\x1cREFUSAL_CODE_UNKNOWN_SESSION\x10\x04\x12\x15\n\x11REFUSAL_CODE_BUSY\x10\x05\x12\x18\n\x14REFUSAL_CODE_INVALID\x10\x06\x12\x17\n\x13REFUSAL_CODE_FAILED\x10\x07\x32S\n\x0cRoundService\x12\x43\n\x06Rounds\x12\x19.specdec.v1.RoundsRequest\x1a\x1a.specdec.v1.RoundsResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/rounds.proto\x12\nspecdec.v1\"<\n\rRoundsRequest\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.specdec.v1.EngineRequest\":\n\x0eRoundsResponse\x12(\n\x07replies\x18\x01 \x03(\x0b\x32\x17.specdec.v1.EngineReply\"\xae\x01\n\rEngineRequest\x12 \n\x04open\x18\x01 \x01(\x0b\x32\x10.specdec.v1.OpenH\x00\x12&\n\x07propose\x18\x02 \x01(\x0b\x32\x13.specdec.v1.ProposeH\x00\x12$\n\x06verify\x18\x03 \x01(\x0b\x32\x12.specdec.v1.VerifyH\x00\x12\"\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x11.specdec.v1.CloseH\x00\x42\t\n\x07request\"\xb6\x01\n\x0b\x45ngineReply\x12$\n\x06opened\x18\x01 \x01(\x0b\x32\x12.specdec.v1.OpenedH\x00\x12(\n\x08proposal\x18\x02 \x01(\x0b\x32\x14.specdec.v1.ProposalH\x00\x12&\n\x07verdict\x18\x03 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12&\n\x07refused\x18\x04 \x01(\x0b\x32\x13.specdec.v1.RefusedH\x00\x42\x07\n\x05reply\"i\n\x0b\x43\x61\x63heHandle\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x0e\n\x06length\x18\x05 \x01(\r\"\xde\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x06 \x01(\r\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\t \x01(\x01H\x00\x88\x01\x01\x12)\n\nlogit_bias\x18\n \x03(\x0b\x32\x15.specdec.v1.LogitBias\x12,\n\tbad_words\x18\x0b \x03(\x0b\x32\x19.specdec.v1.TokenSequence\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x15\n\rend_token_ids\x18\r \x03(\r\x12\x0f\n\x07grammar\x18\x0e \x01(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x02\x88\x01\x01\x12\x1a\n\x12processed_logprobs\x18\x11 \x01(\x08\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\x9d\x01\n\x04Open\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12&\n\x08sampling\x18\x03 \x01(\x0b\x32\x14.specdec.v1.Sampling\x12\x1e\n\x04rule\x18\x04 \x01(\x0e\x32\x10.specdec.v1.Rule\x12\x12\n\nmax_length\x18\x05 \x01(\r\x12\x15\n\rprompt_length\x18\x06 \x01(\r\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\xa3\x01\n\x06Opened\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\x0f\n\x07\x65mitted\x18\x02 \x03(\r\x12+\n\x08logprobs\x18\x03 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\x12\x32\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\"Q\n\x07Propose\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\",\n\tTokenTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\r\"7\n\nDraftProbs\x12\r\n\x05width\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\r\n\x05probs\x18\x03 \x03(\x02\"\xaf\x01\n\x08Proposal\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12#\n\x04tree\x18\x03 \x01(\x0b\x32\x15.specdec.v1.TokenTree\x12\x30\n\x0b\x64raft_probs\x18\x04 \x01(\x0b\x32\x16.specdec.v1.DraftProbsH\x00\x88\x01\x01\x42\x0e\n\x0c_draft_probs\"\xbc\x01\n\x06Verify\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\r\n\x05round\x18\x02 \x01(\r\x12\x13\n\x0b\x62\x61se_length\x18\x03 \x01(\r\x12#\n\x04tree\x18\x04 \x01(\x0b\x32\x15.specdec.v1.TokenTree\x12\x30\n\x0b\x64raft_probs\x18\x05 \x01(\x0b\x32\x16.specdec.v1.DraftProbsH\x00\x88\x01\x01\x42\x0e\n\x0c_draft_probs\"\xb1\x01\n\x07Verdict\x12\'\n\x06handle\x18\x01 \x01(\x0b\x32\x17.specdec.v1.CacheHandle\x12\r\n\x05round\x18\x02 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\r\x12\x0f\n\x07\x65mitted\x18\x04 \x03(\r\x12\x1e\n\x04load\x18\x05 \x01(\x0b\x32\x10.specdec.v1.Load\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.specdec.v1.TokenLogprobs\",\n\x04Load\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\"\x1b\n\x05\x43lose\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x82\x01\n\x07Refused\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12%\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x17.specdec.v1.RefusalCode\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x14\n\x0cknown_length\x18\x04 \x01(\r\x12\x15\n\rretry_after_s\x18\x05 \x01(\x01*d\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x10\n\x0cRULE_COUPLED\x10\x01\x12\x12\n\x0eRULE_REJECTION\x10\x02\x12\x0e\n\nRULE_BLOCK\x10\x03\x12\x10\n\x0cRULE_TYPICAL\x10\x04*\xf2\x01\n\x0bRefusalCode\x12\x1c\n\x18REFUSAL_CODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_CODE_STALE_LENGTH\x10\x01\x12\x1c\n\x18REFUSAL_CODE_STALE_EPOCH\x10\x02\x12\x1c\n\x18REFUSAL_CODE_STALE_ROUND\x10\x03\x12 \n\x1cREFUSAL_CODE_UNKNOWN_SESSION\x10\x04\x12\x15\n\x11REFUSAL_CODE_BUSY\x10\x05\x12\x18\n\x14REFUSAL_CODE_INVALID\x10\x06\x12\x17\n\x13REFUSAL_CODE_FAILED\x10\x07\x32S\n\x0cRoundService\x12\x43\n\x06Rounds\x12\x19.specdec.v1.RoundsRequest\x1a\x1a.specdec.v1.RoundsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'specdec.v1.rounds_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RULE']._serialized_start=2506
-  _globals['_RULE']._serialized_end=2606
-  _globals['_REFUSALCODE']._serialized_start=2609
-  _globals['_REFUSALCODE']._serialized_end=2851
+  _globals['_RULE']._serialized_start=2534
+  _globals['_RULE']._serialized_end=2634
+  _globals['_REFUSALCODE']._serialized_start=2637
+  _globals['_REFUSALCODE']._serialized_end=2879
   _globals['_ROUNDSREQUEST']._serialized_start=39
   _globals['_ROUNDSREQUEST']._serialized_end=99
   _globals['_ROUNDSRESPONSE']._serialized_start=101
@@ -46,35 +46,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHEHANDLE']._serialized_start=523
   _globals['_CACHEHANDLE']._serialized_end=628
   _globals['_SAMPLING']._serialized_start=631
-  _globals['_SAMPLING']._serialized_end=1081
-  _globals['_LOGITBIAS']._serialized_start=1083
-  _globals['_LOGITBIAS']._serialized_end=1126
-  _globals['_TOKENSEQUENCE']._serialized_start=1128
-  _globals['_TOKENSEQUENCE']._serialized_end=1162
-  _globals['_OPEN']._serialized_start=1165
-  _globals['_OPEN']._serialized_end=1322
-  _globals['_TOKENLOGPROBS']._serialized_start=1324
-  _globals['_TOKENLOGPROBS']._serialized_end=1395
-  _globals['_OPENED']._serialized_start=1398
-  _globals['_OPENED']._serialized_end=1561
-  _globals['_PROPOSE']._serialized_start=1563
-  _globals['_PROPOSE']._serialized_end=1644
-  _globals['_TOKENTREE']._serialized_start=1646
-  _globals['_TOKENTREE']._serialized_end=1690
-  _globals['_DRAFTPROBS']._serialized_start=1692
-  _globals['_DRAFTPROBS']._serialized_end=1747
-  _globals['_PROPOSAL']._serialized_start=1750
-  _globals['_PROPOSAL']._serialized_end=1925
-  _globals['_VERIFY']._serialized_start=1928
-  _globals['_VERIFY']._serialized_end=2116
-  _globals['_VERDICT']._serialized_start=2119
-  _globals['_VERDICT']._serialized_end=2296
-  _globals['_LOAD']._serialized_start=2298
-  _globals['_LOAD']._serialized_end=2342
-  _globals['_CLOSE']._serialized_start=2344
-  _globals['_CLOSE']._serialized_end=2371
-  _globals['_REFUSED']._serialized_start=2374
-  _globals['_REFUSED']._serialized_end=2504
-  _globals['_ROUNDSERVICE']._serialized_start=2853
-  _globals['_ROUNDSERVICE']._serialized_end=2936
+  _globals['_SAMPLING']._serialized_end=1109
+  _globals['_LOGITBIAS']._serialized_start=1111
+  _globals['_LOGITBIAS']._serialized_end=1154
+  _globals['_TOKENSEQUENCE']._serialized_start=1156
+  _globals['_TOKENSEQUENCE']._serialized_end=1190
+  _globals['_OPEN']._serialized_start=1193
+  _globals['_OPEN']._serialized_end=1350
+  _globals['_TOKENLOGPROBS']._serialized_start=1352
+  _globals['_TOKENLOGPROBS']._serialized_end=1423
+  _globals['_OPENED']._serialized_start=1426
+  _globals['_OPENED']._serialized_end=1589
+  _globals['_PROPOSE']._serialized_start=1591
+  _globals['_PROPOSE']._serialized_end=1672
+  _globals['_TOKENTREE']._serialized_start=1674
+  _globals['_TOKENTREE']._serialized_end=1718
+  _globals['_DRAFTPROBS']._serialized_start=1720
+  _globals['_DRAFTPROBS']._serialized_end=1775
+  _globals['_PROPOSAL']._serialized_start=1778
+  _globals['_PROPOSAL']._serialized_end=1953
+  _globals['_VERIFY']._serialized_start=1956
+  _globals['_VERIFY']._serialized_end=2144
+  _globals['_VERDICT']._serialized_start=2147
+  _globals['_VERDICT']._serialized_end=2324
+  _globals['_LOAD']._serialized_start=2326
+  _globals['_LOAD']._serialized_end=2370
+  _globals['_CLOSE']._serialized_start=2372
+  _globals['_CLOSE']._serialized_end=2399
+  _globals['_REFUSED']._serialized_start=2402
+  _globals['_REFUSED']._serialized_end=2532
+  _globals['_ROUNDSERVICE']._serialized_start=2881
+  _globals['_ROUNDSERVICE']._serialized_end=2964
 # @@protoc_insertion_point(module_scope)

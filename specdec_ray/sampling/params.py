@@ -37,6 +37,8 @@ class SamplingParams:
         logprobs: report each emitted token's log-probability, and so many of the most probable
             ones beside it; None reports nothing.
         prompt_logprobs: the same of the prompt's tokens; the first has none.
+        processed_logprobs: `logprobs` are of the distribution that tokens are drawn from, after
+            edits, temperature and filters, not of the model's own.
 
     Raises:
         InvalidParameter: naming the field, its limit and the value.
@@ -58,6 +60,7 @@ class SamplingParams:
     grammar: str = ""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    processed_logprobs: bool = False
 
     def __post_init__(self) -> None:
         _check(self.temperature, "temperature", 0, 100)

@@ -270,6 +270,7 @@ def _options(given: pb.GenerationInput) -> Options:
         structure=_structure(given),
         logprobs=optional("logprobs", None),
         prompt_logprobs=optional("prompt_logprobs", None),
+        processed_logprobs=given.processed_logprobs,
     )
 
 

@@ -43,7 +43,7 @@ class Options:
         rule: an acceptance rule's name, or "greedy"; None is the deployment's.
         logit_bias: bias of each token id.
         bad_words: texts that may not be emitted, with or without a space before them.
-        logprobs, prompt_logprobs: as in `SamplingParams`.
+        logprobs, prompt_logprobs, processed_logprobs: as in `SamplingParams`.
         structure: what the output must match; None for anything.
         max_tokens_field: what the client called `max_tokens`.
     """
@@ -70,6 +70,7 @@ class Options:
     structure: Structure | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    processed_logprobs: bool = False
     max_tokens_field: str = "max_tokens"
 
 
@@ -201,6 +202,7 @@ def _sampling_params(service: GenerationService, options: Options) -> SamplingPa
         min_tokens=options.min_tokens,
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
+        processed_logprobs=options.processed_logprobs,
     )
 
 

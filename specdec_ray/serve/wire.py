@@ -338,6 +338,7 @@ def _sampling(params: SamplingParams) -> pb.Sampling:
         grammar=params.grammar,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        processed_logprobs=params.processed_logprobs,
     )
 
 
@@ -364,6 +365,7 @@ def _decode_sampling(sampling: pb.Sampling, limits: WireLimits) -> SamplingParam
         prompt_logprobs=(
             sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
         ),
+        processed_logprobs=sampling.processed_logprobs,
     )
 
 

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 
+from specdec_ray.sampling.logits import RowParams, distribution
 from specdec_ray.speculation.acceptance import Judgement
 from specdec_ray.speculation.batches import RowGroup
 
@@ -33,21 +34,25 @@ def emitted_logprobs(
 ) -> list[tuple[TokenLogprobs, ...]]:
     """One entry per emitted token, for the groups whose parameters ask; empty for the others.
 
-    Of the model's own distribution: before temperature, penalties, biases, grammars and filters.
+    Of the model's own distribution, before temperature, penalties, biases, grammars and filters;
+    or of what these make of it, where the parameters say processed.
 
     Args:
         logits: float32 [R, V] as `judge` takes them.
     """
     asked = [group.params.logprobs for group in groups]
-    rows: list[int] = []
+    taken: list[torch.Tensor] = []
     tokens: list[int] = []
     starts = accumulate(map(len, groups), initial=0)
-    for start, count, judgement in zip(starts, asked, judgements, strict=False):
-        if count is not None:
-            rows += (start, *(start + 1 + node for node in judgement.path))
+    for start, group, judgement in zip(starts, groups, judgements, strict=False):
+        if group.params.logprobs is not None:
+            rows = logits[start : start + len(group), :vocab_limit]
+            if group.params.processed_logprobs:
+                rows = _processed(rows, group)
+            taken.append(rows[[0, *(1 + node for node in judgement.path)]])
             tokens += judgement.emitted
     most = max((count for count in asked if count is not None), default=0)
-    entries = iter(token_logprobs(logits[rows, :vocab_limit], tokens, most) if rows else ())
+    entries = iter(token_logprobs(torch.cat(taken), tokens, most) if taken else ())
     return [
         tuple(_with_top(next(entries), count) for _ in judgement.emitted if count is not None)
         for count, judgement in zip(asked, judgements, strict=True)
@@ -71,6 +76,20 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> l
         TokenLogprobs(own, tuple(zip(map(int, top[width:]), top[:width], strict=True)))
         for own, *top in packed
     ]
+
+
+def _processed(logits: torch.Tensor, group: RowGroup) -> torch.Tensor:
+    """Logits of the distributions that a group's tokens are drawn from; at temperature 0 of what
+    the largest is taken from."""
+    logits = logits.clone()
+    if group.edits_logits:
+        group.edit_(logits)
+    if group.params.greedy:
+        return logits
+    count = len(logits)
+    rows = RowParams.of([group.params] * count, [group.position] * count, logits.device)
+    law = distribution(logits, rows)
+    return torch.full_like(logits, -torch.inf).scatter_(1, law.ids, law.probs.log())
 
 
 def _with_top(entry: TokenLogprobs, count: int | None) -> TokenLogprobs:

@@ -5,6 +5,14 @@ import math
 
 import pytest
 import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from specdec_ray.engine import sessions
 from specdec_ray.engine.loop import EngineThread
@@ -62,6 +70,48 @@ async def test_they_are_the_stock_models(
             assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
             assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
             assert {token for token, _ in entry.top} == set(ids.tolist())
+
+
+@pytest.mark.parametrize("kind", ["none", "near"])
+async def test_processed_ones_are_what_tokens_are_drawn_from(
+    target_pool, draft_pool, play, make_llama, kind
+):
+    """As transformers' own processors and warpers make them of the stock model's logits."""
+    params = SamplingParams(
+        temperature=0.7,
+        top_k=9,
+        top_p=0.8,
+        repetition_penalty=1.5,
+        logit_bias=((32, 3.0),),
+        seed=4,
+        logprobs=4,
+        processed_logprobs=True,
+    )
+    emissions, tokens = await play(PROMPT, target_pool, draft_pool(kind), 40, params=params)
+    processors = LogitsProcessorList(
+        [
+            SequenceBiasLogitsProcessor({(32,): 3.0}),
+            RepetitionPenaltyLogitsProcessor(1.5),
+            TemperatureLogitsWarper(0.7),
+            TopKLogitsWarper(9),
+            TopPLogitsWarper(0.8),
+        ]
+    )
+    with torch.inference_mode():
+        raw = make_llama()(torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 :]
+    for at, (token, entry) in enumerate(zip(tokens, flat(emissions), strict=True)):
+        row = processors(torch.tensor([PROMPT + tokens[:at]]), raw[at][None])[0].log_softmax(-1)
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        values = row.topk(4).values.clamp_min(LOWEST)
+        assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+async def test_processed_ones_at_temperature_zero(target_pool, draft_pool, play, stock):
+    bias = ((int(PROMPT[0]), 100.0),)
+    params = SamplingParams(temperature=0, logit_bias=bias, logprobs=1, processed_logprobs=True)
+    emissions, tokens = await play(PROMPT, target_pool, draft_pool("near"), 10, params=params)
+    assert set(tokens) == {PROMPT[0]}
+    assert [entry.logprob for entry in flat(emissions)] == pytest.approx([0.0] * 10, abs=1e-4)
 
 
 async def test_who_asks_for_what_in_one_batch(target_pool, draft_pool, play, flaky, stock):

@@ -146,12 +146,20 @@ async def test_prompt_logprobs_as_vllm_has_them(client, tokenizer):
     assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
 
 
+async def test_processed(client):
+    ask = {"model": "tiny", "prompt": "x", "logprobs": 0, **ASK, "temperature": 0.9}
+    extra = {"logprobs_mode": "processed_logprobs", "top_k": 1}
+    choice = (await client.completions.create(extra_body=extra, **ask)).choices[0]
+    assert set(choice.logprobs.token_logprobs) == {0.0}
+
+
 BAD = {
     "completions": [
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],

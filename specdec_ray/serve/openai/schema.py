@@ -85,6 +85,7 @@ class GenerationBody(StructuredBody):
     bad_words: Texts | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -136,6 +137,7 @@ class GenerationBody(StructuredBody):
             structure=self.structure(),
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            processed_logprobs=self.logprobs_mode == "processed_logprobs",
         )
 
     @property
