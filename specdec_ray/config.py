@@ -88,7 +88,7 @@ class TargetConfig(ModelConfig):
 
 
 class DraftConfig(ModelConfig):
-    """The cheaper model that proposes. It must share the target's token ids."""
+    """The cheaper model that proposes, at its best one that shares the target's token ids."""
 
     model: str = Field(BUNDLED_DRAFT, description="See ModelConfig.model.")
 

@@ -87,7 +87,7 @@ def make_llama() -> Callable[..., LlamaForCausalLM]:
             max_position_embeddings=CONTEXT,
             bos_token_id=BOS,
             eos_token_id=EOS,
-            pad_token_id=PAD,
+            pad_token_id=PAD if vocab > PAD else None,
             initializer_range=0.15,  # peaked enough that greedy text varies
         )
         model = LlamaForCausalLM(config).eval()
@@ -129,6 +129,7 @@ def make_draft(grammars: Grammars) -> Callable[..., DraftEngine]:
             _packed(model, blocks),
             IDENTITY,
             vocab_limit=VOCAB,
+            unknown_id=0,
             step_tokens=step_tokens,
             grammars=grammars,
         )

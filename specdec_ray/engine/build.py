@@ -3,20 +3,21 @@
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from specdec_ray.config import DraftConfig, ModelConfig, TargetConfig
+from specdec_ray.engine.bridge import BridgedDraft
 from specdec_ray.engine.draft import DraftEngine
 from specdec_ray.engine.grammar import Grammars
-from specdec_ray.engine.loop import EngineThread
+from specdec_ray.engine.loop import EngineThread, Steppable
 from specdec_ray.engine.sessions import ReplicaIdentity
 from specdec_ray.engine.target import TargetEngine
 from specdec_ray.errors import InvalidParameter, UnsupportedModel
-from specdec_ray.models.loading import load_model, load_tokenizer
+from specdec_ray.models.loading import id_limit, load_model, load_tokenizer, stand_in_id
 from specdec_ray.models.packed_model import PackedModel
+from specdec_ray.models.translation import TokenizerPair
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +48,15 @@ def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine
     """
     model = _load(config)
     tokenizer = load_tokenizer(config.source, config.revision)
+    vocab_limit = min(id_limit(tokenizer), model.vocab_size)
+    ends = end_token_ids(model.generation_config, tokenizer)
     engine = TargetEngine(
         model,
         identity,
-        vocab_limit=min(len(tokenizer), model.vocab_size),
+        vocab_limit=vocab_limit,
         step_tokens=config.step_tokens,
         max_nodes=MAX_NODES,
-        grammars=build_grammars(
-            tokenizer, model.vocab_size, end_token_ids(model.generation_config, tokenizer)
-        ),
+        grammars=build_grammars(tokenizer, vocab_limit, ends),
     )
     return _built(engine, "target-engine", model, tokenizer)
 
@@ -63,44 +64,48 @@ def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine
 def build_draft(
     config: DraftConfig, target: TargetConfig, identity: ReplicaIdentity
 ) -> BuiltEngine:
-    """Load the draft, check that it shares the target's token ids, and start its engine.
+    """Load the draft and start its engine, behind a bridge if its tokenizer is another one.
 
     Raises:
         ConfigError: the model cannot be loaded.
-        UnsupportedModel: it cannot be served exactly, or its tokenizer is another one.
+        UnsupportedModel: it cannot be served exactly, or the tokenizers cannot be bridged.
     """
     tokenizer = load_tokenizer(config.source, config.revision)
     target_tokenizer = load_tokenizer(target.source, target.revision)
-    check_same_ids(target_tokenizer, tokenizer)
+    difference = first_difference(target_tokenizer, tokenizer)
+    pair = None if difference is None else _bridge(target_tokenizer, tokenizer, difference)
     model = _load(config)
-    engine = DraftEngine(
+    vocab_limit = min(id_limit(tokenizer), model.vocab_size)
+    grammars = None
+    if pair is None:
+        vocab_limit = min(vocab_limit, id_limit(target_tokenizer))
+        ends = end_token_ids(model.generation_config, tokenizer)
+        # The grammar follows what the target emits, so it has to know all of the target's ids.
+        grammars = build_grammars(target_tokenizer, vocab_limit, ends)
+    unknown_id = stand_in_id(tokenizer)
+    draft = DraftEngine(
         model,
         identity,
-        vocab_limit=min(len(tokenizer), len(target_tokenizer), model.vocab_size),
+        vocab_limit=vocab_limit,
+        unknown_id=unknown_id if unknown_id < vocab_limit else 0,
         step_tokens=config.step_tokens,
-        grammars=build_grammars(
-            tokenizer, model.vocab_size, end_token_ids(model.generation_config, tokenizer)
-        ),
+        grammars=grammars,
     )
-    return _built(engine, "draft-engine", model, tokenizer)
+    return _built(
+        draft if pair is None else BridgedDraft(draft, pair), "draft-engine", model, tokenizer
+    )
 
 
-def check_same_ids(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Refuse a draft whose ids mean other tokens than the target's. A draft may know fewer.
-
-    Raises:
-        UnsupportedModel: naming the first id that differs.
-    """
+def first_difference(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> str | None:
+    """The first id that means another token to the draft, in words. A draft may know fewer ids."""
     target_tokens, draft_tokens = _by_id(target), _by_id(draft)
-    for token_id, (expected, found) in enumerate(zip_longest(target_tokens, draft_tokens)):
-        if found is None or expected is None:
-            return  # a shorter vocabulary: the ids in common agree
-        if expected != found:
-            raise UnsupportedModel(
-                f"the draft's tokenizer is not the target's: token id {token_id} is {expected!r} "
-                f"for the target and {found!r} for the draft (vocabularies of "
-                f"{len(target_tokens)} and {len(draft_tokens)})"
+    for token_id, (expected, found) in enumerate(zip(target_tokens, draft_tokens, strict=False)):
+        if expected != found and None not in (expected, found):
+            return (
+                f"token id {token_id} is {expected!r} for the target and {found!r} for the draft "
+                f"(vocabularies of {len(target_tokens)} and {len(draft_tokens)})"
             )
+    return None
 
 
 def end_token_ids(
@@ -116,11 +121,11 @@ def end_token_ids(
 
 
 def build_grammars(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, ends: Collection[int]
+    tokenizer: PreTrainedTokenizerBase, vocab_limit: int, ends: Collection[int]
 ) -> Grammars | None:
-    """Grammars over a model's real ids, if its tokenizer permits any."""
+    """Grammars over the ids that a model may choose from, if the tokenizer permits any."""
     try:
-        return Grammars(tokenizer, min(len(tokenizer), vocab_size), sorted(ends))
+        return Grammars(tokenizer, vocab_limit, sorted(ends))
     except InvalidParameter as error:
         logger.warning("no structured output with this model: %s", error)
         return None
@@ -131,8 +136,24 @@ def set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def _bridge(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, difference: str
+) -> TokenizerPair:
+    try:
+        pair = TokenizerPair(target, draft)
+    except UnsupportedModel as error:
+        message = f"the draft's tokenizer is not the target's and cannot be bridged: {difference}"
+        raise UnsupportedModel(f"{message}; {error}") from error
+    logger.warning(
+        "the draft's tokenizer is not the target's, so every round translates text, and drafts are "
+        "accepted less often: %s",
+        difference,
+    )
+    return pair
+
+
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> list[str | None]:
-    return list(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer)))))
+    return list(tokenizer.convert_ids_to_tokens(list(range(id_limit(tokenizer)))))
 
 
 def _load(config: ModelConfig) -> PackedModel:
@@ -165,7 +186,7 @@ def _device(config: ModelConfig) -> str:
 
 
 def _built(
-    engine: TargetEngine | DraftEngine,
+    engine: Steppable,
     name: str,
     model: PackedModel,
     tokenizer: PreTrainedTokenizerBase,

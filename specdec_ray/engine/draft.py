@@ -26,6 +26,8 @@ from specdec_ray.speculation.proposal import DraftProbs
 from specdec_ray.speculation.step import DrawRow, draw
 from specdec_ray.speculation.tree import TokenTree
 
+MAX_TARGET_IDS = 2**31  # a target may know more ids than its draft
+
 
 @dataclass(slots=True)
 class Drafting:
@@ -50,6 +52,7 @@ class DraftEngine:
 
     Args:
         vocab_limit: number of token ids target and draft share; only these are proposed.
+        unknown_id: fed to the model in place of the ids that it does not share.
     """
 
     def __init__(
@@ -58,12 +61,14 @@ class DraftEngine:
         identity: ReplicaIdentity,
         *,
         vocab_limit: int,
+        unknown_id: int,
         step_tokens: int,
         grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self.sessions = SessionTable(model, identity, grammars)
         self._vocab_limit = vocab_limit
+        self._unknown_id = unknown_id
         self._step_tokens = step_tokens
         self._drafting: dict[Session, Drafting] = {}
         self._last: dict[Session, list[int]] = {}
@@ -96,7 +101,7 @@ class DraftEngine:
         )
         if not work and not chunks:
             return False
-        logits = self._model.forward([segment for _, segment in work + chunks])
+        logits = self._model.forward([self._known(segment) for _, segment in work + chunks])
         for session, segment in work + chunks:
             session.kv_length += len(segment.tokens)
         drawing = [session for session, segment in work if segment.logit_rows]
@@ -121,7 +126,7 @@ class DraftEngine:
             max_length=min(request.max_length, context),
             params=replace(request.params, prompt_logprobs=None),
         )
-        refused = check_open(session, request, context, self._vocab_limit)
+        refused = check_open(session, request, context, MAX_TARGET_IDS)
         if refused is None:
             assert session is not None
             self._forget(session)
@@ -145,7 +150,7 @@ class DraftEngine:
         elif request.count < 1 or length + request.count > session.max_length:
             code = RefusalCode.INVALID
             message = f"{length} + {request.count} tokens do not fit {session.max_length}"
-        elif fault := check_tokens(request.tokens, self._vocab_limit):
+        elif fault := check_tokens(request.tokens, MAX_TARGET_IDS):
             code, message = RefusalCode.INVALID, fault
         else:
             self._catch_up(session, request)
@@ -178,6 +183,15 @@ class DraftEngine:
             segment = Segment(session.table, session.kv_length, tokens, logit_rows=draws)
             work.append((session, segment))
         return work
+
+    def _known(self, segment: Segment) -> Segment:
+        """The segment as the model can read it; the session keeps the ids as they are."""
+        if max(segment.tokens) < self._vocab_limit:
+            return segment
+        tokens = [
+            token if token < self._vocab_limit else self._unknown_id for token in segment.tokens
+        ]
+        return replace(segment, tokens=tokens)
 
     def _draw(self, logits: torch.Tensor, sessions: Sequence[Session], outbox: Outbox) -> None:
         if not sessions:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec_ray.errors import InvalidParameter
+from specdec_ray.models.loading import id_limit
 from specdec_ray.sampling.params import MAX_GRAMMAR_CHARS
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ class GrammarState:
 
     Args:
         start: how many of the session's tokens are the prompt; the grammar begins behind them.
+        known_ids: ids that the grammar's tokenizer knows.
+        vocab_size: V, ids that the model may choose from.
         end_token_ids: what may follow where nothing else may.
     """
 
@@ -31,13 +34,16 @@ class GrammarState:
         self,
         matcher: llguidance.LLMatcher,
         start: int,
+        known_ids: int,
         vocab_size: int,
         end_token_ids: Sequence[int],
     ) -> None:
         self._matcher = matcher
         self._followed = start
+        self._known_ids = known_ids
         self._vocab_size = vocab_size
-        self._ends = list(end_token_ids)
+        ends = [token for token in end_token_ids if token < vocab_size]
+        self._otherwise = ends or list(range(vocab_size))
 
     def allowed(self, tokens: Sequence[int], paths: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """What may follow the committed tokens and each path: bool [paths, V].
@@ -49,7 +55,7 @@ class GrammarState:
         """
         self._matcher.try_consume_tokens(list(tokens[self._followed :]))
         self._followed = len(tokens)
-        masks = llguidance.torch.allocate_token_bitmask(len(paths), self._vocab_size)
+        masks = llguidance.torch.allocate_token_bitmask(len(paths), self._known_ids)
         for row, path in enumerate(paths):
             consumed = self._matcher.try_consume_tokens(list(path))
             if consumed == len(path) or self._matcher.is_stopped():
@@ -57,13 +63,17 @@ class GrammarState:
             self._matcher.rollback(consumed)
         bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
         allowed = torch.from_numpy(bits[:, : self._vocab_size]).bool()
-        stuck = ~allowed.any(-1)  # a tokenizer may lack a byte that the grammar needs
-        allowed[stuck.nonzero(), self._ends] = True
+        stuck = ~allowed.any(-1)  # the vocabulary may lack a byte that the grammar needs
+        allowed[stuck.nonzero(), self._otherwise] = True
         return allowed
 
 
 class Grammars:
     """Makes grammar states over one model's vocabulary.
+
+    Args:
+        vocab_size: V, ids that the model may choose from; the tokenizer may know others, which
+            are followed and never allowed.
 
     Raises:
         InvalidParameter: the tokenizer cannot be read byte by byte, or there is no end token.
@@ -81,7 +91,7 @@ class Grammars:
         self._ends = sorted(end_token_ids)
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(
-                tokenizer, n_vocab=max(vocab_size, len(tokenizer)), eos_token=self._ends
+                tokenizer, n_vocab=max(vocab_size, id_limit(tokenizer)), eos_token=self._ends
             )
         except ValueError as error:
             raise InvalidParameter("grammar", str(error)) from error
@@ -107,4 +117,6 @@ class Grammars:
         if matcher.is_error():
             reason = matcher.get_error().partition("<backtrace>")[0]
             raise InvalidParameter("grammar", f"cannot be followed: {reason.strip():.500}")
-        return GrammarState(matcher, prompt_length, self._vocab_size, self._ends)
+        return GrammarState(
+            matcher, prompt_length, self._tokenizer.vocab_size, self._vocab_size, self._ends
+        )

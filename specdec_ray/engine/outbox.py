@@ -20,9 +20,13 @@ class Outbox:
     def put(self, sink: ReplySink, reply: Reply) -> None:
         self._replies[sink].append(reply)
 
-    def flush(self) -> None:
+    def drain(self) -> dict[ReplySink, list[Reply]]:
+        """Take the replies out, in order for each sink."""
         replies, self._replies = self._replies, defaultdict(list)
-        for sink, batch in replies.items():
+        return replies
+
+    def flush(self) -> None:
+        for sink, batch in self.drain().items():
             try:
                 sink(batch)
             except Exception:  # whoever asked is gone; the other sessions are not

@@ -101,6 +101,18 @@ def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokeni
     return tokenizer
 
 
+def id_limit(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the tokenizer's last id; its `len` is less where ids have holes."""
+    return 1 + max(map(int, tokenizer.get_vocab().values()))
+
+
+def stand_in_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """An id that says nothing: the unknown token's, else a line break's."""
+    if tokenizer.unk_token_id is not None:
+        return int(tokenizer.unk_token_id)
+    return next(reversed(tokenizer.encode("\n", add_special_tokens=False)), 0)
+
+
 def _check_path(source: str) -> None:
     """What can only be a path must exist; the hub's own message would be about repository names."""
     if (source.startswith((".", "/", "~")) or source.count("/") > 1) and not Path(source).exists():

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec_ray.rounds.detokenizer import Detokenizer
+from specdec_ray.models.detokenizer import Detokenizer
 from specdec_ray.rounds.request import Emission, GenerationRequest, SpeculationStats
 from specdec_ray.speculation.logprobs import TokenLogprobs
 
@@ -83,7 +83,7 @@ class TextStream:
         end_token_ids: frozenset[int],
         max_draft_tokens: int,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops = StopStrings(request.stop)
         self._ends = request.ends(end_token_ids)
         self._room = request.max_tokens

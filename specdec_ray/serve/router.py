@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from specdec_ray.config import RoundConfig, SpecdecConfig
 from specdec_ray.engine.build import MAX_NODES, build_grammars, end_token_ids
-from specdec_ray.models.loading import load_config, load_tokenizer
+from specdec_ray.models.loading import id_limit, load_config, load_tokenizer
 from specdec_ray.models.support import context_length
 from specdec_ray.serve.grpc_api import GrpcServer
 from specdec_ray.serve.openai import build_http_app
@@ -79,12 +79,12 @@ def _served_model(config: SpecdecConfig) -> ServedModel:
     except OSError:
         generation_config = None
     ends = end_token_ids(generation_config, tokenizer)
-    vocab_size = model_config.get_text_config().vocab_size
+    vocab_limit = min(id_limit(tokenizer), model_config.get_text_config().vocab_size)
     return ServedModel(
         name=target.name,
         tokenizer=tokenizer,
         end_token_ids=ends,
         context_length=min(context_length(model_config), target.kv_cache_tokens),
-        vocab_size=min(len(tokenizer), vocab_size),
-        grammars=build_grammars(tokenizer, vocab_size, ends),
+        vocab_size=vocab_limit,
+        grammars=build_grammars(tokenizer, vocab_limit, ends),
     )

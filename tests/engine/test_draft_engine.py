@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_refused(draft):
     assert opened.emitted == ()
     refused = draft.propose(opened.handle, [1, 2], 3)
     assert refused.code is RefusalCode.INVALID
-    assert draft.propose(opened.handle, [1, 300], 1).code is RefusalCode.INVALID
+    assert draft.propose(opened.handle, [1, -3], 1).code is RefusalCode.INVALID
     assert draft.propose(opened.handle, [1], 0).code is RefusalCode.INVALID
     assert isinstance(draft.propose(opened.handle, [1, 2], 2), Proposal)
 

@@ -4,13 +4,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from specdec_ray.rounds.detokenizer import MAX_HELD_TOKENS, Detokenizer
+from specdec_ray.models.detokenizer import MAX_HELD_TOKENS, Detokenizer
 
 EOS = 257
 
 
-def run(tokenizer, ids):
-    detokenizer = Detokenizer(tokenizer)
+def run(tokenizer, ids, before=()):
+    detokenizer = Detokenizer(tokenizer, before)
     return [detokenizer.push(i) for i in ids] + [detokenizer.flush()]
 
 
@@ -161,6 +161,23 @@ def test_sentencepiece_spaces_and_bytes(sentencepiece_like, pieces, emoji):
         ids = ids + sentencepiece_like.convert_tokens_to_ids(fallback) + ids
     whole = sentencepiece_like.decode(ids, skip_special_tokens=True)
     assert "".join(run(sentencepiece_like, ids)) == whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompt=PIECES, completion=PIECES)
+def test_a_continued_text_joins_its_beginning(sentencepiece_like, prompt, completion):
+    """A completion keeps the space before its first word, unless nothing stands before it."""
+    tokenizer = sentencepiece_like
+    before, after = map(tokenizer.convert_tokens_to_ids, (prompt, completion))
+    text = tokenizer.decode(before, skip_special_tokens=True)
+    whole = tokenizer.decode(before + after, skip_special_tokens=True)
+    if text:
+        assert text + "".join(run(tokenizer, after, before)) == whole
+
+
+def test_a_prompt_that_ends_inside_a_character_is_not_continued(tokenizer, byte_ids):
+    before, after = byte_ids(b"a\xc3"), byte_ids(b"\xa9b")
+    assert "".join(run(tokenizer, after, before)) == "\ufffdb"
 
 
 def test_invalid_fallback_bytes_do_not_stop_the_text(sentencepiece_like):

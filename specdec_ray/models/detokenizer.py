@@ -1,5 +1,7 @@
 """Text of a growing token list, as far as it is final."""
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
@@ -18,13 +20,21 @@ class Detokenizer:
     The pieces, put together, are `tokenizer.decode(ids, skip_special_tokens=True)` for every
     decoder that concatenates. SentencePiece's byte fallback does not where bytes are invalid: it
     replaces the valid characters before them as well, which may have been sent.
+
+    Args:
+        before: tokens whose text, known already, is continued.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window: list[int] = []
-        self._sent_tokens = 0  # of the window
-        self._sent_chars = 0  # of the window's text
+        self._window = self._tail(before)
+        self._sent_tokens = len(self._window)  # of the window
+        self._sent_chars = len(self._decode(self._window))  # of the window's text
+
+    @property
+    def holds(self) -> bool:
+        """Whether tokens wait for what follows them."""
+        return len(self._window) > self._sent_tokens
 
     def push(self, token_id: int) -> str:
         """The text that became final with this token."""
@@ -44,6 +54,14 @@ class Detokenizer:
         piece = self._decode(self._window)[self._sent_chars :]
         self._window, self._sent_tokens, self._sent_chars = [], 0, 0
         return piece
+
+    def _tail(self, ids: Sequence[int]) -> list[int]:
+        """The fewest last tokens that are text; none where they end inside a character."""
+        for size in range(1, min(MAX_HELD_TOKENS, len(ids)) + 1):
+            tail = list(ids[-size:])
+            if (text := self._decode(tail)) and REPLACEMENT not in text:
+                return tail
+        return []
 
     def _send(self, text: str, end: int) -> str:
         """Send `text`, that of the window's first `end` tokens, and begin the window with them."""
