@@ -36,6 +36,7 @@ bench: $(STAMP)  ## run the benchmarks and print their tables
 	$(BIN)/python benchmarks/single_stream.py
 	$(BIN)/python benchmarks/round_overhead.py
 	$(BIN)/python benchmarks/acceptance.py
+	$(BIN)/python benchmarks/batch_flips.py
 
 clean:           ## remove the environment and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

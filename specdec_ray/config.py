@@ -40,7 +40,9 @@ class ModelConfig(Strict):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Weights and KV cache; 'auto' takes what the checkpoint says."
+        "auto",
+        description="Weights and KV cache; 'auto' takes what the checkpoint says. A target's texts "
+        "do not depend on the load in float32; in the others near ties may. See README.",
     )
     device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1'; 'auto' is CUDA if there.")
     device_map: str | dict[str, int | str] | None = Field(
