@@ -11,7 +11,7 @@ import yaml
 from transformers.utils import logging as transformers_logging
 
 from specdec_ray import SpeculativeDecoder
-from specdec_ray.config import BUNDLED_DRAFT, BUNDLED_TARGET, parse_config
+from specdec_ray.config import BUNDLED_DRAFT, BUNDLED_TARGET, Method, parse_config
 from specdec_ray.errors import ConfigError, SpecdecError
 from specdec_ray.pb import inference_pb2 as pb
 from specdec_ray.pb import inference_pb2_grpc
@@ -40,7 +40,14 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt")
     generate.add_argument("--target", default=BUNDLED_TARGET, help="Hugging Face id or folder")
-    generate.add_argument("--draft", default=BUNDLED_DRAFT, help="the same; 'none' decodes plainly")
+    generate.add_argument("--draft", default=BUNDLED_DRAFT, help="the same")
+    generate.add_argument(
+        "--method",
+        type=Method,
+        choices=list(Method),
+        default=Method.DRAFT_MODEL,
+        help="what proposes tokens; --draft is for draft_model only",
+    )
     generate.add_argument("--max-tokens", type=int, default=128)
     generate.add_argument("--draft-tokens", type=int, default=5, help="k of every round")
     generate.add_argument(
@@ -76,10 +83,10 @@ def _parser() -> argparse.ArgumentParser:
 def _generate(arguments: argparse.Namespace) -> None:
     """Print the text as it comes, then what speculation did for it."""
     transformers_logging.disable_progress_bar()
-    draft = None if arguments.draft == "none" else arguments.draft
     with SpeculativeDecoder.from_pretrained(
         arguments.target,
-        draft,
+        arguments.draft if arguments.method is Method.DRAFT_MODEL else None,
+        method=arguments.method,
         rule=arguments.rule,
         draft_tokens=arguments.draft_tokens,
         threads=arguments.threads,

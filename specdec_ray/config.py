@@ -25,9 +25,17 @@ class Strict(BaseModel):
 
 
 class Method(StrEnum):
-    """What proposes tokens. `none` decodes plainly on the target."""
+    """What proposes tokens.
+
+    draft_model: the draft replicas. prompt_lookup: what followed the last tokens earlier in prompt
+    and output; no model. suffix: that, or in outputs of earlier requests at the same router, so
+    that how fast a text comes may tell whether its like was generated before. none: nothing, the
+    target decodes plainly.
+    """
 
     DRAFT_MODEL = "draft_model"
+    PROMPT_LOOKUP = "prompt_lookup"
+    SUFFIX = "suffix"
     NONE = "none"
 
 
@@ -114,7 +122,10 @@ class RoundConfig(Strict):
 class SpeculationConfig(RoundConfig):
     """What proposes, and how rounds are played at start."""
 
-    method: Method = Field(Method.DRAFT_MODEL, description="What proposes tokens.")
+    method: Method = Field(
+        Method.DRAFT_MODEL,
+        description="What proposes tokens: draft_model, prompt_lookup, suffix or none. See Method.",
+    )
 
     @property
     def uses_draft(self) -> bool:
@@ -164,7 +175,7 @@ class SpecdecConfig(Strict):
 
     target: TargetConfig = Field(default_factory=TargetConfig)
     draft: DraftConfig | None = Field(
-        default_factory=DraftConfig, description="Unused with speculation.method 'none'."
+        default_factory=DraftConfig, description="Used by speculation.method 'draft_model' only."
     )
     speculation: SpeculationConfig = Field(default_factory=SpeculationConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
@@ -180,7 +191,10 @@ class SpecdecConfig(Strict):
             and self.draft is not None
             and "draft" in self.model_fields_set
         ):
-            raise ValueError("speculation.method 'none' runs no draft: remove the draft section")
+            raise ValueError(
+                f"speculation.method '{self.speculation.method}' runs no draft: remove the draft "
+                "section"
+            )
         return self
 
 

@@ -13,12 +13,13 @@ from typing import Any, Self, TypeVar, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec_ray.config import DraftConfig, TargetConfig
+from specdec_ray.config import DraftConfig, Method, TargetConfig
 from specdec_ray.engine.build import BuiltEngine, build_draft, build_target, set_threads
 from specdec_ray.engine.sessions import ReplicaIdentity
-from specdec_ray.errors import ContextOverflow, InvalidParameter
+from specdec_ray.errors import ConfigError, ContextOverflow, InvalidParameter
 from specdec_ray.rounds.generate import generate
 from specdec_ray.rounds.in_process import InProcessPool
+from specdec_ray.rounds.lookup import lookup_pool
 from specdec_ray.rounds.request import GenerationRequest, RoundSettings, SpeculationStats
 from specdec_ray.rounds.text import Delta, FinishReason, TextStream, stream_text
 from specdec_ray.sampling.params import SamplingParams
@@ -55,11 +56,15 @@ class SpeculativeDecoder:
     """
 
     def __init__(
-        self, target: BuiltEngine, draft: BuiltEngine | None, settings: RoundSettings
+        self,
+        target: BuiltEngine,
+        draft: BuiltEngine | None,
+        settings: RoundSettings,
+        method: Method = Method.DRAFT_MODEL,
     ) -> None:
         self._target, self._draft, self._settings = target, draft, settings
         self._targets = InProcessPool(target.thread)
-        self._drafts = InProcessPool(draft.thread) if draft is not None else None
+        self._drafts = InProcessPool(draft.thread) if draft is not None else lookup_pool(method)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rounds", daemon=True)
         self._thread.start()
@@ -70,6 +75,7 @@ class SpeculativeDecoder:
         target: str,
         draft: str | None = None,
         *,
+        method: Method | None = None,
         rule: Rule = Rule.COUPLED,
         draft_tokens: int = 5,
         threads: int | None = None,
@@ -78,15 +84,21 @@ class SpeculativeDecoder:
         """Load a pair by Hugging Face ids or folders.
 
         Args:
-            draft: None decodes plainly.
+            draft: the draft model of method `draft_model`.
+            method: what proposes; None is `draft_model` with a draft and `none` without.
             threads: torch threads of this process; None leaves them.
             engine: fields of `TargetConfig` and `DraftConfig` alike: dtype, device,
                 kv_cache_tokens and so on.
 
         Raises:
-            ConfigError: a model cannot be loaded.
+            ConfigError: a model cannot be loaded, or draft and method contradict each other.
             UnsupportedModel: a model cannot be served exactly, or the tokenizers differ.
         """
+        method = method or (Method.NONE if draft is None else Method.DRAFT_MODEL)
+        if (method is Method.DRAFT_MODEL) != (draft is not None):
+            raise ConfigError(
+                f"a draft goes with method draft_model only, got {method} and {draft!r}"
+            )
         if threads is not None:
             set_threads(threads)
         identity = ReplicaIdentity("in-process", time.time_ns())
@@ -96,7 +108,7 @@ class SpeculativeDecoder:
         if draft is not None:
             built_draft = build_draft(DraftConfig(model=draft, **engine), target_config, identity)
         settings = RoundSettings(rule, draft_tokens, draft_timeout_s=60)
-        return cls(built_target, built_draft, settings)
+        return cls(built_target, built_draft, settings, method)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -24,7 +24,7 @@ def test_generate_prints_text_and_acceptance(pair, capsys):
 
 
 def test_generate_without_a_draft(pair, capsys):
-    assert main(["generate", "hello", *pair[:2], "--draft", "none", "--max-tokens", "5"]) == 0
+    assert main(["generate", "hello", *pair[:2], "--method", "none", "--max-tokens", "5"]) == 0
     assert "nothing was drafted" in capsys.readouterr().out
 
 

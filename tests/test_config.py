@@ -25,6 +25,7 @@ BAD = [
     ({"speculation": {"draft_tokens": 65}}, "speculation.draft_tokens"),
     ({"speculation": {"rule": "lucky"}}, "speculation.rule"),
     ({"speculation": {"method": "none"}, "draft": {"model": "x"}}, "remove the draft section"),
+    ({"speculation": {"method": "suffix"}, "draft": {}}, "'suffix' runs no draft"),
     ({"draft": None}, "needs a draft"),
     ({"target": {"device": "cuda", "device_map": "auto"}}, "exclude each other"),
     ({"target": {"kv_cache_tokens": 16, "block_size": 16}}, "kv_cache_tokens"),

@@ -6,7 +6,8 @@ import torch
 from scipy import stats
 
 from specdec_ray import SpeculativeDecoder
-from specdec_ray.errors import ContextOverflow, InvalidParameter
+from specdec_ray.config import Method
+from specdec_ray.errors import ConfigError, ContextOverflow, InvalidParameter
 from specdec_ray.sampling.logits import RowParams, distribution
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.sampling.structure import choice
@@ -183,3 +184,9 @@ def _pooled(counts, law, n):
         expected.append(rest_expected)
     expected = np.array(expected) * sum(observed) / sum(expected)
     return observed, expected
+
+
+def test_a_draft_goes_with_its_method_only():
+    for draft, method in (("x", Method.PROMPT_LOOKUP), (None, Method.DRAFT_MODEL)):
+        with pytest.raises(ConfigError, match="goes with method draft_model"):
+            SpeculativeDecoder.from_pretrained("x", draft, method=method)

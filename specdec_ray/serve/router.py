@@ -12,6 +12,7 @@ from specdec_ray.config import RoundConfig, SpecdecConfig
 from specdec_ray.engine.build import MAX_NODES, build_grammars, end_token_ids
 from specdec_ray.models.loading import id_limit, load_config, load_tokenizer
 from specdec_ray.models.support import context_length
+from specdec_ray.rounds.lookup import lookup_pool
 from specdec_ray.serve.grpc_api import GrpcServer
 from specdec_ray.serve.openai import build_http_app
 from specdec_ray.serve.pool import ServePool
@@ -29,7 +30,7 @@ class Router:
     every interface and knows no standard health service.
 
     Args:
-        draft: None when nothing drafts.
+        draft: None when no replicas draft.
     """
 
     _grpc: GrpcServer | None = None  # stays None when the start failed
@@ -46,7 +47,7 @@ class Router:
         self._service = GenerationService(
             model,
             pool(target),
-            pool(draft) if draft is not None else None,
+            lookup_pool(config.speculation.method) if draft is None else pool(draft),
             config.speculation.rounds,
             config.limits,
             config.router.max_generations,
