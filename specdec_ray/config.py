@@ -11,11 +11,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from specdec_ray import bundled
-from specdec_ray.errors import ConfigError
+from specdec_ray.errors import ConfigError, InvalidParameter
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import MAX_NODES, DynamicShape, Shape, StaticShape
 
 BUNDLED_TARGET = "bundled/target"
 BUNDLED_DRAFT = "bundled/draft"
+
+DEFAULT_CHAIN = 5
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -111,12 +114,56 @@ class RoundConfig(Strict):
         description="Acceptance rule of requests that name none. coupled, rejection and block are "
         "exact, typical is lossy. See README, 'Exactness'.",
     )
-    draft_tokens: int = Field(
-        5, ge=0, le=64, description="k: tokens drafted per round; 0 decodes plainly."
+    draft_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_NODES,
+        description="k: most tokens drafted per round, 0 decodes plainly; None is "
+        f"{DEFAULT_CHAIN}, or a whole tree where there is one.",
     )
     draft_timeout_s: float = Field(
         1.0, gt=0, description="A draft that answers later than this is bypassed for the round."
     )
+
+
+class DynamicTreeConfig(Strict):
+    """A tree of what the draft is surest of, in each context anew."""
+
+    width: int = Field(ge=1, le=16, description="Nodes of a level that get children, and how many.")
+    depth: int = Field(ge=1, le=MAX_NODES, description="Levels.")
+    nodes: int = Field(ge=1, le=MAX_NODES, description="Most nodes that are proposed.")
+
+
+class TreeConfig(Strict):
+    """Shape of the token trees that are proposed: one of the three."""
+
+    branching: list[Positive] | None = Field(
+        None, description="Children of every node, depth by depth: [3, 2] has 3 + 6 nodes."
+    )
+    choices: list[list[int]] | None = Field(
+        None, description="Each node's ranks on its path, like Medusa's medusa_choices."
+    )
+    dynamic: DynamicTreeConfig | None = Field(None, description="See DynamicTreeConfig.")
+
+    @property
+    def shape(self) -> Shape:
+        if self.dynamic is not None:
+            return DynamicShape(self.dynamic.width, self.dynamic.depth, self.dynamic.nodes)
+        if self.branching is not None:
+            return StaticShape.branching(self.branching)
+        return StaticShape(tuple(map(tuple, self.choices or ())))
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if len(self.model_dump(exclude_none=True)) != 1:
+            raise ValueError("a tree is given by one of branching, choices and dynamic")
+        try:
+            nodes = self.shape.nodes
+        except InvalidParameter as error:
+            raise ValueError(str(error)) from error
+        if not 1 <= nodes <= MAX_NODES:
+            raise ValueError(f"a tree has 1 to {MAX_NODES} nodes, not {nodes}")
+        return self
 
 
 class SpeculationConfig(RoundConfig):
@@ -127,13 +174,34 @@ class SpeculationConfig(RoundConfig):
         description="What proposes tokens: draft_model, prompt_lookup, suffix or none. See Method.",
     )
 
+    tree: TreeConfig | None = Field(None, description="None proposes chains. See TreeConfig.")
+
     @property
     def uses_draft(self) -> bool:
         return self.method is Method.DRAFT_MODEL
 
     @property
+    def shape(self) -> Shape:
+        """Of all proposals; a chain is cut to the tokens asked for."""
+        return StaticShape.chain(MAX_NODES) if self.tree is None else self.tree.shape
+
+    @property
+    def default_draft_tokens(self) -> int:
+        return DEFAULT_CHAIN if self.tree is None else self.shape.nodes
+
+    @property
     def rounds(self) -> RoundConfig:
-        return RoundConfig(**self.model_dump(exclude={"method"}))
+        return RoundConfig(**self.model_dump(include=set(RoundConfig.model_fields)))
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.tree is not None and self.method in (
+            Method.PROMPT_LOOKUP,
+            Method.SUFFIX,
+            Method.NONE,
+        ):
+            raise ValueError(f"method '{self.method}' proposes no trees: remove tree")
+        return self
 
 
 class RouterConfig(Strict):

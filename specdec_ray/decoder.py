@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, overload
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec_ray.config import DraftConfig, Method, TargetConfig
+from specdec_ray.config import Method, parse_config
 from specdec_ray.engine.build import BuiltEngine, build_draft, build_target, set_threads
 from specdec_ray.engine.sessions import ReplicaIdentity
 from specdec_ray.errors import ConfigError, ContextOverflow, InvalidParameter
@@ -77,7 +77,8 @@ class SpeculativeDecoder:
         *,
         method: Method | None = None,
         rule: Rule = Rule.COUPLED,
-        draft_tokens: int = 5,
+        draft_tokens: int | None = None,
+        tree: Mapping[str, Any] | None = None,
         threads: int | None = None,
         **engine: Any,
     ) -> Self:
@@ -86,12 +87,13 @@ class SpeculativeDecoder:
         Args:
             draft: the draft model of method `draft_model`.
             method: what proposes; None is `draft_model` with a draft and `none` without.
+            rule, draft_tokens, tree: as in the configuration's `speculation`.
             threads: torch threads of this process; None leaves them.
             engine: fields of `TargetConfig` and `DraftConfig` alike: dtype, device,
                 kv_cache_tokens and so on.
 
         Raises:
-            ConfigError: a model cannot be loaded, or draft and method contradict each other.
+            ConfigError: a model cannot be loaded, or the arguments contradict each other.
             UnsupportedModel: a model cannot be served exactly, or the tokenizers differ.
         """
         method = method or (Method.NONE if draft is None else Method.DRAFT_MODEL)
@@ -99,15 +101,28 @@ class SpeculativeDecoder:
             raise ConfigError(
                 f"a draft goes with method draft_model only, got {method} and {draft!r}"
             )
+        config = parse_config(
+            {
+                "target": {"model": target, **engine},
+                "draft": None if draft is None else {"model": draft, **engine},
+                "speculation": {
+                    "method": method,
+                    "rule": rule,
+                    "draft_tokens": draft_tokens,
+                    "tree": tree,
+                    "draft_timeout_s": 60,
+                },
+            }
+        )
         if threads is not None:
             set_threads(threads)
+        speculation = config.speculation
         identity = ReplicaIdentity("in-process", time.time_ns())
-        target_config = TargetConfig(model=target, **engine)
-        built_target = build_target(target_config, identity)
+        built_target = build_target(config.target, speculation.shape, identity)
         built_draft = None
-        if draft is not None:
-            built_draft = build_draft(DraftConfig(model=draft, **engine), target_config, identity)
-        settings = RoundSettings(rule, draft_tokens, draft_timeout_s=60)
+        if config.draft is not None:
+            built_draft = build_draft(config.draft, config.target, speculation.shape, identity)
+        settings = RoundSettings.of(speculation, speculation)
         return cls(built_target, built_draft, settings, method)
 
     @property

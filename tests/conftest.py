@@ -15,6 +15,7 @@ from specdec_ray.engine.sessions import ReplicaIdentity
 from specdec_ray.engine.target import TargetEngine
 from specdec_ray.models.attention import PAGED_ATTENTION
 from specdec_ray.models.packed_model import PackedModel
+from specdec_ray.speculation.shape import Shape, StaticShape
 
 VOCAB = 259
 BOS, EOS, PAD = 256, 257, 258
@@ -116,6 +117,7 @@ def make_target(grammars: Grammars) -> Callable[..., TargetEngine]:
             vocab_limit=VOCAB,
             step_tokens=step_tokens,
             max_nodes=16,
+            scratch_slots=16,
             grammars=grammars,
         )
 
@@ -124,10 +126,17 @@ def make_target(grammars: Grammars) -> Callable[..., TargetEngine]:
 
 @pytest.fixture(scope="session")
 def make_draft(grammars: Grammars) -> Callable[..., DraftEngine]:
-    def make(model: LlamaForCausalLM, *, blocks: int = 200, step_tokens: int = 64) -> DraftEngine:
+    def make(
+        model: LlamaForCausalLM,
+        *,
+        blocks: int = 200,
+        step_tokens: int = 64,
+        shape: Shape = CHAIN,
+    ) -> DraftEngine:
         return DraftEngine(
             _packed(model, blocks),
             IDENTITY,
+            shape=shape,
             vocab_limit=VOCAB,
             unknown_id=0,
             step_tokens=step_tokens,
@@ -157,6 +166,7 @@ def greedy_reference() -> Callable[..., list[int]]:
     return generate
 
 
+CHAIN = StaticShape.chain(64)
 IDENTITY = ReplicaIdentity("test", 1)
 
 

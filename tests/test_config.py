@@ -18,6 +18,10 @@ def test_nothing_given_is_the_bundled_pair():
     assert config.draft.source.endswith("bundled/draft")
 
 
+def tree(**fields):
+    return {"speculation": {"tree": fields}}
+
+
 BAD = [
     ({"targt": {}}, "targt"),
     ({"target": {"modell": "x"}}, "target.modell"),
@@ -32,6 +36,17 @@ BAD = [
     ({"target": {"dtype": "int3"}}, "target.dtype"),
     ({"router": {"grpc_port": 70000}}, "router.grpc_port"),
     ({"limits": {"max_tokens": 0}}, "limits.max_tokens"),
+    (tree(), "one of branching"),
+    (tree(branching=[2], choices=[[0]]), "one of branching"),
+    (tree(branching=[]), "1 to 64 nodes, not 0"),
+    (tree(branching=[8, 8]), "1 to 64 nodes, not 72"),
+    (tree(branching=[2, 0]), "speculation.tree.branching.1"),
+    (tree(choices=[[0], [0, 1]]), r"choices: \[0, 1\] needs \[0, 0\]"),
+    (tree(dynamic={"width": 3, "depth": 2}), "speculation.tree.dynamic.nodes"),
+    (
+        {"speculation": {"method": "prompt_lookup", "tree": {"branching": [2]}}},
+        "'prompt_lookup' proposes no trees",
+    ),
 ]
 
 
@@ -39,6 +54,18 @@ BAD = [
 def test_what_is_wrong_is_named(args, named):
     with pytest.raises(ConfigError, match=named):
         parse_config(args)
+
+
+def test_k_is_five_or_the_whole_tree():
+    for args, expected in [
+        ({}, 5),
+        ({"draft_tokens": 3}, 3),
+        ({"tree": {"branching": [4, 2]}}, 12),
+        ({"tree": {"choices": [[0], [1], [0, 0]]}, "draft_tokens": 2}, 2),
+        ({"tree": {"dynamic": {"width": 4, "depth": 3, "nodes": 20}}}, 20),
+    ]:
+        speculation = parse_config({"speculation": args}).speculation
+        assert RoundSettings.of(speculation.rounds, speculation).draft_tokens == expected
 
 
 def test_every_field_is_documented():

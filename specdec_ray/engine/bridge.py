@@ -21,6 +21,7 @@ from specdec_ray.engine.validation import refuse
 from specdec_ray.models.translation import TokenizerPair, Translation
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import TokenTree
 
 ROOM_MARGIN = 1.5  # a text may need more draft tokens than the pair's ratio says
@@ -100,16 +101,18 @@ class BridgedDraft:
             )
             return
         translation.extend(request.tokens[known - request.handle.length :])
-        bridged.count = request.count
+        bridged.count = min(request.budget.nodes, request.budget.depth)
         room = session.max_length - len(translation)
-        count = min(max(1, round(request.count * self._pair.ratio)), room)
+        count = min(max(1, round(bridged.count * self._pair.ratio)), room)
         handle = self.sessions.handle(session, len(translation))
         if not translation.complete or count < 1:
             self._replies.put(sink, Proposal(handle, len(translation), TokenTree()))
             return
         start, ids = translation.unsent()
         self._draft.accept(
-            Propose(replace(request.handle, length=start), ids, count), sink, self._replies
+            Propose(replace(request.handle, length=start), ids, Budget(count, count)),
+            sink,
+            self._replies,
         )
 
     def _deliver(self, outbox: Outbox) -> None:

@@ -18,10 +18,9 @@ from specdec_ray.errors import InvalidParameter, UnsupportedModel
 from specdec_ray.models.loading import id_limit, load_model, load_tokenizer, stand_in_id
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.models.translation import TokenizerPair
+from specdec_ray.speculation.shape import MAX_NODES, Shape, StaticShape
 
 logger = logging.getLogger(__name__)
-
-MAX_NODES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,11 @@ class BuiltEngine:
     end_token_ids: frozenset[int]
 
 
-def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine:
+def build_target(config: TargetConfig, shape: Shape, identity: ReplicaIdentity) -> BuiltEngine:
     """Load the target and start its engine.
+
+    Args:
+        shape: of the trees that it will have to verify.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -56,15 +58,19 @@ def build_target(config: TargetConfig, identity: ReplicaIdentity) -> BuiltEngine
         vocab_limit=vocab_limit,
         step_tokens=config.step_tokens,
         max_nodes=MAX_NODES,
+        scratch_slots=shape.scratch,
         grammars=build_grammars(tokenizer, vocab_limit, ends),
     )
     return _built(engine, "target-engine", model, tokenizer)
 
 
 def build_draft(
-    config: DraftConfig, target: TargetConfig, identity: ReplicaIdentity
+    config: DraftConfig, target: TargetConfig, shape: Shape, identity: ReplicaIdentity
 ) -> BuiltEngine:
     """Load the draft and start its engine, behind a bridge if its tokenizer is another one.
+
+    Args:
+        shape: of the trees that it proposes.
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -86,6 +92,8 @@ def build_draft(
     draft = DraftEngine(
         model,
         identity,
+        # A bridged text has chains only: of a tree's branches few would survive the translation.
+        shape=shape if pair is None else StaticShape.chain(MAX_NODES),
         vocab_limit=vocab_limit,
         unknown_id=unknown_id if unknown_id < vocab_limit else 0,
         step_tokens=config.step_tokens,
@@ -194,6 +202,6 @@ def _built(
     return BuiltEngine(
         thread=EngineThread(engine, name),
         tokenizer=tokenizer,
-        context_length=model.context_length,
+        context_length=engine.sessions.context_length,
         end_token_ids=end_token_ids(model.generation_config, tokenizer),
     )

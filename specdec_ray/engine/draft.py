@@ -1,11 +1,13 @@
-"""The draft engine: many sessions' chains advance together, one token a step."""
+"""The draft engine: many sessions' trees grow together, one level a step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, takewhile
 
 import torch
 
 from specdec_ray.engine.grammar import Grammars
+from specdec_ray.engine.growing import draw_rows, start_growth
 from specdec_ray.engine.messages import (
     Close,
     Open,
@@ -22,26 +24,31 @@ from specdec_ray.engine.validation import check_open, check_tokens, refuse
 from specdec_ray.errors import InvalidParameter
 from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
-from specdec_ray.speculation.proposal import DraftProbs
-from specdec_ray.speculation.step import DrawRow, draw
-from specdec_ray.speculation.tree import TokenTree
+from specdec_ray.speculation.shape import Growth, Shape
+from specdec_ray.speculation.step import draw
+from specdec_ray.speculation.tree import ROOT, TokenTree
 
 MAX_TARGET_IDS = 2**31  # a target may know more ids than its draft
 
 
 @dataclass(slots=True)
 class Drafting:
-    """A chain as it grows.
+    """A tree as it grows.
 
     Attributes:
-        count: tokens asked for.
-        tokens: tokens drawn so far.
-        probs: the distribution each was drawn from, where the rule needs it.
+        fed: its nodes whose KV is in the cache, behind the last committed token's, in this order.
     """
 
-    count: int
-    tokens: list[int] = field(default_factory=list)
-    probs: list[DraftProbs] = field(default_factory=list)
+    growth: Growth
+    fed: list[int] = field(default_factory=list)
+
+    @property
+    def fed_tree(self) -> TokenTree:
+        place = {ROOT: ROOT} | {node: at for at, node in enumerate(self.fed)}
+        return TokenTree(
+            tuple(self.growth.tokens[node] for node in self.fed),
+            tuple(place[self.growth.parents[node]] for node in self.fed),
+        )
 
 
 class DraftEngine:
@@ -51,6 +58,7 @@ class DraftEngine:
     them were right; the wrong ones are rolled back by setting the session's `kv_length`.
 
     Args:
+        shape: of the trees it proposes, each within the budget of its request.
         vocab_limit: number of token ids target and draft share; only these are proposed.
         unknown_id: fed to the model in place of the ids that it does not share.
     """
@@ -60,18 +68,20 @@ class DraftEngine:
         model: PackedModel,
         identity: ReplicaIdentity,
         *,
+        shape: Shape,
         vocab_limit: int,
         unknown_id: int,
         step_tokens: int,
         grammars: Grammars | None = None,
     ) -> None:
         self._model = model
-        self.sessions = SessionTable(model, identity, grammars)
+        self._shape = shape
+        self.sessions = SessionTable(model, identity, grammars, scratch_slots=shape.scratch)
         self._vocab_limit = vocab_limit
         self._unknown_id = unknown_id
         self._step_tokens = step_tokens
         self._drafting: dict[Session, Drafting] = {}
-        self._last: dict[Session, list[int]] = {}
+        self._last: dict[Session, TokenTree] = {}
 
     def release(self, session_id: bytes) -> None:
         session = self.sessions.get(session_id)
@@ -103,7 +113,8 @@ class DraftEngine:
             return False
         logits = self._model.forward([self._known(segment) for _, segment in work + chunks])
         for session, segment in work + chunks:
-            session.kv_length += len(segment.tokens)
+            if session.kv_length < len(session.tokens):  # else the rows are of drafted nodes
+                session.kv_length += len(segment.tokens)
         drawing = [session for session, segment in work if segment.logit_rows]
         self._draw(logits, drawing, outbox)
         for session, _ in chunks:
@@ -143,44 +154,52 @@ class DraftEngine:
                 request.handle.session_id, RefusalCode.UNKNOWN_SESSION, "no such session here"
             )
         known, length = len(session.tokens), request.handle.length + len(request.tokens)
+        budget = request.budget
         if session.sink is not None:
             code, message = RefusalCode.BUSY, "a request of this session is under way"
         elif request.handle.length > known or length == 0:
             code, message = RefusalCode.STALE_LENGTH, f"{known} tokens are known here"
-        elif request.count < 1 or length + request.count > session.max_length:
+        elif min(budget.nodes, budget.depth) < 1 or length + budget.depth > session.max_length:
             code = RefusalCode.INVALID
-            message = f"{length} + {request.count} tokens do not fit {session.max_length}"
+            message = f"{length} + {budget.depth} tokens do not fit {session.max_length}"
         elif fault := check_tokens(request.tokens, MAX_TARGET_IDS):
             code, message = RefusalCode.INVALID, fault
         else:
             self._catch_up(session, request)
             session.sink = sink
-            self._drafting[session] = Drafting(request.count)
+            self._drafting[session] = Drafting(start_growth(session, self._shape, budget))
             return None
         return refuse(session.session_id, code, message, known)
 
     def _catch_up(self, session: Session, request: Propose) -> None:
         """Take the committed tokens in, keeping the KV of what was drafted right."""
-        start = request.handle.length
-        known = session.tokens[start:] + self._last.pop(session, [])
-        right = 0
-        for drafted, committed in zip(known, request.tokens, strict=False):
-            if drafted != committed:
-                break
-            right += 1
+        start, drafted = request.handle.length, self._last.pop(session, TokenTree())
+        known = session.tokens[start:]
+        same = _common_prefix(known, request.tokens)
+        if same < len(known):
+            session.kv_length = min(session.kv_length, start + same)
+        elif path := drafted.follow(request.tokens[same:]):
+            rows = (0, *(node + 1 for node in path))
+            root = len(session.tokens) - 1
+            self._model.compact(session.table, root, rows)
+            session.kv_length = root + len(rows)
         session.tokens[start:] = request.tokens
         # The last committed token is always fed: its row is where the first draw happens.
-        session.kv_length = min(session.kv_length, start + right, len(session.tokens) - 1)
+        session.kv_length = min(session.kv_length, len(session.tokens) - 1)
 
     def _segments(self) -> list[tuple[Session, Segment]]:
-        """The next rows of every session that is drafting: what it missed, or one token."""
+        """The next rows of every session that is drafting: what it missed, or the nodes that get
+        children next."""
         work, budget = [], self._step_tokens
         for session, drafting in self._drafting.items():
-            missed = session.tokens[session.kv_length :] or drafting.tokens[-1:]
-            tokens = missed[: max(budget, 1)]
-            budget -= len(tokens)
-            draws = int(len(tokens) == len(missed))
-            segment = Segment(session.table, session.kv_length, tokens, logit_rows=draws)
+            missed = session.tokens[session.kv_length :]
+            if missed:
+                tokens = missed[: max(budget, 1)]
+                draws = int(len(tokens) == len(missed))
+                segment = Segment(session.table, session.kv_length, tokens, logit_rows=draws)
+            else:
+                segment = _next_level(session, drafting)
+            budget -= len(segment.tokens)
             work.append((session, segment))
         return work
 
@@ -196,41 +215,38 @@ class DraftEngine:
     def _draw(self, logits: torch.Tensor, sessions: Sequence[Session], outbox: Outbox) -> None:
         if not sessions:
             return
-        rows = [_draw_row(session, self._drafting[session].tokens) for session in sessions]
-        for session, (token, probs) in zip(
-            sessions, draw(logits, rows, vocab_limit=self._vocab_limit), strict=True
-        ):
-            drafting = self._drafting[session]
-            drafting.tokens.append(token)
-            if probs is not None:
-                drafting.probs.append(probs)
-            if len(drafting.tokens) == drafting.count:
-                self._propose(session, drafting, outbox)
+        rows = [draw_rows(session, self._drafting[session].growth) for session in sessions]
+        drawn = iter(draw(logits, list(chain(*rows)), vocab_limit=self._vocab_limit))
+        for session, own in zip(sessions, rows, strict=True):
+            growth = self._drafting[session].growth
+            growth.extend(list(islice(drawn, len(own))))
+            if not growth.sprouts:
+                self._propose(session, self._drafting.pop(session), outbox)
 
     def _propose(self, session: Session, drafting: Drafting, outbox: Outbox) -> None:
-        del self._drafting[session]
-        self._last[session] = drafting.tokens
+        self._last[session] = drafting.fed_tree
         length = len(session.tokens)
-        proposal = Proposal(
-            self.sessions.handle(session, length),
-            length,
-            TokenTree.chain(drafting.tokens),
-            DraftProbs.stack(drafting.probs) if drafting.probs else None,
-        )
-        outbox.put(session.finish(), proposal)
+        tree, probs = drafting.growth.proposal()
+        handle = self.sessions.handle(session, length)
+        outbox.put(session.finish(), Proposal(handle, length, tree, probs))
 
     def _forget(self, session: Session) -> None:
         self._drafting.pop(session, None)
         self._last.pop(session, None)
 
 
-def _draw_row(session: Session, drafted: list[int]) -> DrawRow:
-    return DrawRow(
-        session.params,
-        session.rule,
-        position=len(session.tokens) + len(drafted),
-        depth=len(drafted),
-        context=(*session.tokens, *drafted) if session.params.edits_logits else (),
-        prompt_length=session.prompt_length,
-        allowed=session.allowed([tuple(drafted)]),
+def _next_level(session: Session, drafting: Drafting) -> Segment:
+    """The rows of the nodes that get children next; they are fed from now on."""
+    first = 1 + len(drafting.fed)
+    drafting.fed += [sprout.node for sprout in drafting.growth.sprouts]
+    rows = range(first, 1 + len(drafting.fed))
+    root = len(session.tokens) - 1
+    return Segment.of_tree(
+        session.table, root, session.tokens[root], drafting.fed_tree, rows, logit_rows=len(rows)
     )
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

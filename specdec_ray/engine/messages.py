@@ -11,6 +11,7 @@ from enum import StrEnum
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import TokenTree
 
 
@@ -91,7 +92,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Ask a draft for up to `count` nodes after the committed tokens.
+    """Ask a draft for a tree after the committed tokens.
 
     Attributes:
         tokens: the committed tokens from `handle.length` on.
@@ -99,7 +100,7 @@ class Propose:
 
     handle: CacheHandle
     tokens: tuple[int, ...]
-    count: int
+    budget: Budget
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,7 +40,8 @@ class Session:
         tokens: committed tokens.
         prompt_length: how many of them are the prompt.
         kv_length: how many tokens, from the front, have their KV in `table`.
-        max_length: tokens the session may ever hold; `table` covers them all.
+        max_length: tokens the session may ever hold; `table` covers them all, and the scratch
+            slots of a token tree.
         grammar: the session's place in its grammar, if it has one.
         prompt_logprobs: of the prompt's tokens from the second on, as far as it is prefilled.
         sink: where the reply to the request being worked on goes.
@@ -87,16 +88,24 @@ class SessionTable:
 
     Args:
         grammars: None where the model cannot follow any.
+        scratch_slots: KV slots of each session beyond its longest text: of a token tree only one
+            path can become text, but all its nodes have KV.
 
     Attributes:
         context_length: most tokens a session can ever hold here.
     """
 
     def __init__(
-        self, model: PackedModel, identity: ReplicaIdentity, grammars: Grammars | None
+        self,
+        model: PackedModel,
+        identity: ReplicaIdentity,
+        grammars: Grammars | None,
+        *,
+        scratch_slots: int,
     ) -> None:
         self._grammars = grammars
-        self.context_length = model.context_length
+        self._scratch_slots = scratch_slots
+        self.context_length = min(model.context_length, model.capacity_tokens - scratch_slots)
         self._identity = identity
         self._scored_rows = max(1, MAX_SCORED_LOGITS // model.vocab_size)
         self._pool = model.pool
@@ -156,7 +165,7 @@ class SessionTable:
     def admit(self) -> None:
         """Promise KV blocks to waiting sessions, in order, while they last."""
         while self._waiting:
-            needed = self._blocks(self._waiting[0].max_length)
+            needed = self._blocks(self._waiting[0].max_length + self._scratch_slots)
             if needed > self._pool.free_count:
                 return
             session = self._waiting.popleft()
@@ -208,6 +217,10 @@ class SessionTable:
             epoch=0,
             length=length,
         )
+
+    def slots(self, session: Session) -> int:
+        """KV slots that the session has."""
+        return len(session.table) * self._pool.block_size
 
     def _blocks(self, length: int) -> int:
         return -(-length // self._pool.block_size)

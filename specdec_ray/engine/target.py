@@ -37,6 +37,7 @@ class TargetEngine:
     Args:
         vocab_limit: number of real token ids; padded embedding rows beyond are never emitted.
         max_nodes: most nodes of one tree.
+        scratch_slots: see `SessionTable`; without them trees that are no chains may not fit.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class TargetEngine:
         vocab_limit: int,
         step_tokens: int,
         max_nodes: int,
+        scratch_slots: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
         self._model = model
-        self.sessions = SessionTable(model, identity, grammars)
+        self.sessions = SessionTable(model, identity, grammars, scratch_slots=scratch_slots)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._max_nodes = max_nodes
@@ -188,11 +190,11 @@ class TargetEngine:
         tree = request.tree
         if len(tree) > self._max_nodes:
             return f"tree has {len(tree)} nodes, limit is {self._max_nodes}"
-        if len(session.tokens) + len(tree) > session.max_length:
-            return (
-                f"{len(session.tokens)} tokens and {len(tree)} drafted ones exceed the session's "
-                f"{session.max_length}"
-            )
+        known, deepest = len(session.tokens), max(tree.depths, default=0)
+        if known + deepest > session.max_length:
+            return f"{known} tokens and {deepest} drafted ones exceed {session.max_length}"
+        if known + len(tree) > self.sessions.slots(session):
+            return f"{len(tree)} nodes behind {known} tokens do not fit the session's KV cache"
         try:
             RowGroup(session.params, session.rule, 0, tree).check_tree()
         except InvalidParameter as error:
@@ -244,15 +246,9 @@ class TargetEngine:
 
 
 def _verify_segment(session: Session, verify: Verify) -> Segment:
-    tree = verify.tree
-    tokens = (session.tokens[-1], *tree.tokens)
-    return Segment(
-        session.table,
-        session.kv_length,
-        tokens,
-        tree=None if tree.is_chain else tree,  # a chain is plain causal attention
-        logit_rows=len(tokens),
-    )
+    rows = range(1 + len(verify.tree))
+    root = session.tokens[-1]
+    return Segment.of_tree(session.table, session.kv_length, root, verify.tree, rows, len(rows))
 
 
 def _row_group(session: Session, verify: Verify | None) -> RowGroup:

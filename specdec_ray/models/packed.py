@@ -27,12 +27,15 @@ class Segment:
     """One session's rows in a packed batch.
 
     Attributes:
-        table: blocks that hold positions 0 .. base + len(tokens) - 1.
+        table: blocks that hold slots 0 .. end - 1.
         base: tokens whose KV is committed; the rows' KV is written from slot `base` on.
         tokens: the rows' token ids.
-        tree: if set, tokens are (root, *tree.tokens); row i + 1 is node i, which sees the context,
-            the root and its ancestors, at position base + depth. Otherwise rows are causal.
+        tree: if set, the rows are of the root, row 0, and of the tree's nodes, row i + 1 being node
+            i, which sees the context, the root and its ancestors, at position base + depth. Row r
+            has slot base + r. Otherwise rows are causal.
         logit_rows: logits are wanted for that many last rows.
+        rows: which rows of root and tree these are, ascending, if not all of them; the KV of those
+            they see is there already.
     """
 
     table: Sequence[int]
@@ -40,6 +43,29 @@ class Segment:
     tokens: Sequence[int]
     tree: TokenTree | None = None
     logit_rows: int = 1
+    rows: Sequence[int] | None = None
+
+    @classmethod
+    def of_tree(
+        cls,
+        table: Sequence[int],
+        base: int,
+        root: int,
+        tree: TokenTree,
+        rows: Sequence[int],
+        logit_rows: int,
+    ) -> "Segment":
+        """Some rows of root and tree, those of a chain by plain causal attention."""
+        every = (root, *tree.tokens)
+        tokens = [every[row] for row in rows]
+        if tree.is_chain:
+            return cls(table, base + rows[0], tokens, logit_rows=logit_rows)
+        return cls(table, base, tokens, tree, logit_rows, rows)
+
+    @property
+    def end(self) -> int:
+        """Slots in use behind the segment."""
+        return self.base + (len(self.tokens) if self.tree is None else 1 + len(self.tree))
 
 
 class AttentionPlan(Protocol):
@@ -104,10 +130,11 @@ class BatchPlan:
         self._cache = cache
         starts = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
         positions = [_positions(segment) for segment in segments]
-        slots = [
-            slots_of(segment.table, block_size, segment.base + len(segment.tokens))
-            for segment in segments
+        own_positions = [
+            own[_new(segment) - segment.base]
+            for own, segment in zip(positions, segments, strict=True)
         ]
+        slots = [slots_of(segment.table, block_size, segment.end) for segment in segments]
         self._groups = [
             _group(
                 [segments[i] for i in members],
@@ -118,7 +145,7 @@ class BatchPlan:
             for members in _buckets(segments)
         ]
         self._new_slots = np.concatenate(
-            [own[segment.base :] for own, segment in zip(slots, segments, strict=True)]
+            [own[_new(segment)] for own, segment in zip(slots, segments, strict=True)]
         )
         self._in_order = len(self._groups) == 1 and bool(self._groups[0].valid.all())
         self._on: dict[torch.device, tuple[torch.Tensor, list[DeviceGroup]]] = {}
@@ -128,7 +155,7 @@ class BatchPlan:
 
         tokens = [token for segment in segments for token in segment.tokens]
         self.input_ids = torch.tensor([tokens], device=device)
-        self.position_ids = torch.from_numpy(np.concatenate(positions))[None].to(device)
+        self.position_ids = torch.from_numpy(np.concatenate(own_positions))[None].to(device)
         self.logit_rows = [
             row
             for segment, end in zip(segments, starts[1:].tolist(), strict=True)
@@ -222,7 +249,7 @@ def _buckets(segments: Sequence[Segment]) -> list[list[int]]:
     """Which segments share an attention call: short ones whose KV is of like length."""
     buckets: dict[tuple[str, int], list[int]] = {}
     for index, segment in enumerate(segments):
-        rows, length = len(segment.tokens), segment.base + len(segment.tokens)
+        rows, length = len(segment.tokens), segment.end
         if rows > SHORT_SEGMENT:
             key = "long", index
         else:
@@ -232,9 +259,17 @@ def _buckets(segments: Sequence[Segment]) -> list[list[int]]:
 
 
 def _positions(segment: Segment) -> Ints:
+    """Positions of the slots from `base` on."""
     if segment.tree is None:
-        return np.arange(segment.base, segment.base + len(segment.tokens))
+        return np.arange(segment.base, segment.end)
     return segment.base + np.array([0, *segment.tree.depths], dtype=np.int64)
+
+
+def _new(segment: Segment) -> Ints:
+    """The rows' slots among the session's."""
+    if segment.rows is None:
+        return np.arange(segment.base, segment.end)
+    return segment.base + np.array(segment.rows, dtype=np.int64)
 
 
 def _group(
@@ -262,13 +297,14 @@ def _group(
         group.rows[b, :rows] = np.arange(start, start + rows)
         group.valid[b, :rows] = True
         group.slots[b, : len(own_slots)] = own_slots
-        group.row_positions[b, :rows] = own_positions
-        group.column_positions[b, segment.base : segment.base + rows] = own_positions
+        group.row_positions[b, :rows] = own_positions[_new(segment) - segment.base]
+        group.column_positions[b, segment.base : segment.end] = own_positions
         group.visible[b, rows:, 0] = True
         if segment.tree is None:
             group.visible[b, :rows] = columns <= own_positions[:, None]
         else:
-            group.visible[b, :rows] = _tree_visibility(segment.base, segment.tree, width)
+            visible = _tree_visibility(segment.base, segment.tree, width)
+            group.visible[b, :rows] = visible[_new(segment) - segment.base]
     return group
 
 

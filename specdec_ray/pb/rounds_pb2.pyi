@@ -180,14 +180,22 @@ class Opened(_message.Message):
     def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., emitted: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Propose(_message.Message):
-    __slots__ = ("handle", "tokens", "count")
+    __slots__ = ("handle", "tokens", "budget")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
     handle: CacheHandle
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    count: int
-    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., count: _Optional[int] = ...) -> None: ...
+    budget: Budget
+    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ...) -> None: ...
+
+class Budget(_message.Message):
+    __slots__ = ("nodes", "depth")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    nodes: int
+    depth: int
+    def __init__(self, nodes: _Optional[int] = ..., depth: _Optional[int] = ...) -> None: ...
 
 class TokenTree(_message.Message):
     __slots__ = ("tokens", "parents")

@@ -20,6 +20,7 @@ from specdec_ray.engine.messages import (
 from specdec_ray.errors import EngineLost, Overloaded
 from specdec_ray.rounds.ports import EnginePool, EngineSession
 from specdec_ray.rounds.request import GenerationRequest, RoundSettings
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Drafter:
 
     Args of `ask` and `propose`:
         committed: all tokens of the generation so far.
-        room: most nodes the proposal may have.
+        room: most drafted tokens that can be emitted.
     """
 
     def __init__(
@@ -132,7 +133,8 @@ class Drafter:
     ) -> asyncio.Future[Reply]:
         assert self._handle is not None, "set with the session"
         missing = tuple(committed[self._handle.length :])
-        return session.call(Propose(self._handle, missing, min(self._count, room)))
+        budget = Budget(self._count, depth=min(self._count, room))
+        return session.call(Propose(self._handle, missing, budget))
 
     async def _answer(self, committed: list[int], room: int) -> Proposal:
         if self._session is None:

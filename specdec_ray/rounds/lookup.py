@@ -115,7 +115,7 @@ class LookupSession:
             message, known = "asked about other tokens", len(self.tokens)
             return Refused(self.session_id, RefusalCode.STALE_LENGTH, message, known)
         self._extend(request.tokens)
-        drafted = self._continuation(request.count)
+        drafted = self._continuation(min(request.budget.nodes, request.budget.depth))
         return Proposal(self._handle(), len(self.tokens), TokenTree.chain(drafted))
 
     def _extend(self, tokens: Sequence[int]) -> None:

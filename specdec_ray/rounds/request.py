@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
+from specdec_ray.config import RoundConfig, SpeculationConfig
 from specdec_ray.errors import InvalidParameter
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.logprobs import TokenLogprobs
@@ -68,6 +69,14 @@ class RoundSettings:
     rule: Rule
     draft_tokens: int
     draft_timeout_s: float
+
+    @classmethod
+    def of(cls, rounds: RoundConfig, speculation: SpeculationConfig) -> "RoundSettings":
+        """What `rounds` says, in a deployment that speculates this way."""
+        count = rounds.draft_tokens
+        if count is None:
+            count = speculation.default_draft_tokens
+        return cls(rounds.rule, count, rounds.draft_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,11 @@ import ray
 from ray import serve
 
 from specdec_ray.config import ModelConfig, SpecdecConfig
-from specdec_ray.engine.build import MAX_NODES, BuiltEngine, build_draft, build_target, set_threads
+from specdec_ray.engine.build import BuiltEngine, build_draft, build_target, set_threads
 from specdec_ray.engine.sessions import ReplicaIdentity
 from specdec_ray.serve.round_server import RoundServer
 from specdec_ray.serve.wire import WireLimits
+from specdec_ray.speculation.shape import MAX_NODES
 
 logger = logging.getLogger("ray.serve")
 
@@ -86,7 +87,8 @@ class TargetReplica(_EngineReplica):
 
     async def __init__(self, config: SpecdecConfig) -> None:  # type: ignore[misc]
         set_threads(_threads(config.target))
-        built = await asyncio.to_thread(build_target, config.target, _identity())
+        shape = config.speculation.shape
+        built = await asyncio.to_thread(build_target, config.target, shape, _identity())
         await self._start(built)
 
 
@@ -96,7 +98,10 @@ class DraftReplica(_EngineReplica):
     async def __init__(self, config: SpecdecConfig) -> None:  # type: ignore[misc]
         assert config.draft is not None, "build_app deploys a draft only where there is one"
         set_threads(_threads(config.draft))
-        built = await asyncio.to_thread(build_draft, config.draft, config.target, _identity())
+        shape = config.speculation.shape
+        built = await asyncio.to_thread(
+            build_draft, config.draft, config.target, shape, _identity()
+        )
         await self._start(built)
 
 

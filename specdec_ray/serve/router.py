@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle
 from transformers import GenerationConfig
 
 from specdec_ray.config import RoundConfig, SpecdecConfig
-from specdec_ray.engine.build import MAX_NODES, build_grammars, end_token_ids
+from specdec_ray.engine.build import build_grammars, end_token_ids
 from specdec_ray.models.loading import id_limit, load_config, load_tokenizer
 from specdec_ray.models.support import context_length
 from specdec_ray.rounds.lookup import lookup_pool
@@ -19,6 +19,7 @@ from specdec_ray.serve.pool import ServePool
 from specdec_ray.serve.round_client import ConnectionCache
 from specdec_ray.serve.service import GenerationService, ServedModel
 from specdec_ray.serve.wire import WireLimits
+from specdec_ray.speculation.shape import MAX_NODES
 
 logger = logging.getLogger("ray.serve")
 
@@ -48,7 +49,7 @@ class Router:
             model,
             pool(target),
             lookup_pool(config.speculation.method) if draft is None else pool(draft),
-            config.speculation.rounds,
+            config.speculation,
             config.limits,
             config.router.max_generations,
         )
@@ -85,7 +86,9 @@ def _served_model(config: SpecdecConfig) -> ServedModel:
         name=target.name,
         tokenizer=tokenizer,
         end_token_ids=ends,
-        context_length=min(context_length(model_config), target.kv_cache_tokens),
+        context_length=min(
+            context_length(model_config), target.kv_cache_tokens - config.speculation.shape.scratch
+        ),
         vocab_size=vocab_limit,
         grammars=build_grammars(tokenizer, vocab_limit, ends),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec_ray.config import LimitsConfig, RoundConfig
+from specdec_ray.config import LimitsConfig, RoundConfig, SpeculationConfig
 from specdec_ray.engine.grammar import Grammars
 from specdec_ray.errors import Overloaded, SpecdecError
 from specdec_ray.rounds.generate import generate
@@ -59,7 +59,7 @@ class GenerationService:
         model: ServedModel,
         targets: EnginePool,
         drafts: EnginePool | None,
-        rounds: RoundConfig,
+        speculation: SpeculationConfig,
         limits: LimitsConfig,
         max_generations: int,
     ) -> None:
@@ -70,11 +70,12 @@ class GenerationService:
         self._targets, self._drafts = targets, drafts
         self.max_generations = max_generations
         self._ready_until = 0.0
-        self.reconfigure(rounds)
+        self._speculation = speculation
+        self.reconfigure(speculation)
 
     def reconfigure(self, rounds: RoundConfig) -> None:
         """Change how later generations play their rounds."""
-        self._settings = RoundSettings(rounds.rule, rounds.draft_tokens, rounds.draft_timeout_s)
+        self._settings = RoundSettings.of(rounds, self._speculation)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Deltas of one choice; closing the generator frees everything it holds.

@@ -14,6 +14,7 @@ from specdec_ray.pb import rounds_pb2 as pb
 from specdec_ray.sampling.params import MAX_LOGPROBS, SamplingParams
 from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import TokenTree
 
 SESSION_ID_BYTES = 16
@@ -82,7 +83,9 @@ def encode_request(request: m.Request) -> pb.EngineRequest:
         return pb.EngineRequest(verify=verify)
     if isinstance(request, m.Propose):
         propose = pb.Propose(
-            handle=_handle(request.handle), tokens=request.tokens, count=request.count
+            handle=_handle(request.handle),
+            tokens=request.tokens,
+            budget=_budget(request.budget),
         )
         return pb.EngineRequest(propose=propose)
     if isinstance(request, m.Open):
@@ -184,9 +187,8 @@ def _decode_open(message: pb.Open, limits: WireLimits) -> m.Open:
 
 def _decode_propose(message: pb.Propose, limits: WireLimits) -> m.Propose:
     _check_count("tokens", message.tokens, limits.max_context_tokens)
-    if message.count > limits.max_nodes:
-        raise InvalidParameter("count", f"limit is {limits.max_nodes}, got {message.count}")
-    return m.Propose(_decode_handle(message.handle), tuple(message.tokens), message.count)
+    budget = _decode_budget(message.budget, limits)
+    return m.Propose(_decode_handle(message.handle), tuple(message.tokens), budget)
 
 
 def _decode_verify(message: pb.Verify, limits: WireLimits) -> m.Verify:
@@ -380,6 +382,19 @@ def _decode_tree(tree: pb.TokenTree, limits: WireLimits) -> TokenTree:
     if not tree.parents:
         return TokenTree.chain(tree.tokens)
     return TokenTree(tuple(tree.tokens), tuple(parent - 1 for parent in tree.parents))
+
+
+def _budget(budget: Budget) -> pb.Budget:
+    return pb.Budget(nodes=budget.nodes, depth=budget.depth)
+
+
+def _decode_budget(budget: pb.Budget, limits: WireLimits) -> Budget:
+    for field, value in (("nodes", budget.nodes), ("depth", budget.depth)):
+        if not 1 <= value <= limits.max_nodes:
+            raise InvalidParameter(
+                f"budget.{field}", f"must be in [1, {limits.max_nodes}], got {value}"
+            )
+    return Budget(budget.nodes, budget.depth)
 
 
 def _draft_probs(probs: DraftProbs | None) -> pb.DraftProbs | None:

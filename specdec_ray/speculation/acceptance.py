@@ -185,12 +185,17 @@ def _toss(probs: torch.Tensor, rows: RowParams) -> torch.Tensor:
 
 def race(weights: Distribution, rows: RowParams, purpose: Purpose) -> torch.Tensor:
     """argmin E/p per row, as argmax p/E: int64 [N], or INVALID or INCOMPLETE."""
-    noise = exponential(_keys(rows, purpose), weights.ids[0] if weights.all_ids else weights.ids)
-    best, column = (weights.probs / noise).max(-1)
+    best, column = race_keys(weights, rows, purpose).max(-1)
     tokens = weights.ids.gather(1, column[:, None])[:, 0]
     if weights.complete is not None:
         tokens = torch.where(weights.complete, tokens, INCOMPLETE)
     return torch.where(best.isfinite(), tokens, INVALID)
+
+
+def race_keys(weights: Distribution, rows: RowParams, purpose: Purpose) -> torch.Tensor:
+    """p/E of each id, float64 [N, S]: the larger, the sooner its exponential clock of rate p."""
+    noise = exponential(_keys(rows, purpose), weights.ids[0] if weights.all_ids else weights.ids)
+    return weights.probs / noise
 
 
 @dataclass(frozen=True, slots=True)

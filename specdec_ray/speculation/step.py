@@ -27,7 +27,7 @@ from specdec_ray.speculation.acceptance import (
     block,
     coupled,
     greedy,
-    race,
+    race_keys,
     rejection,
     typical,
     walk,
@@ -77,14 +77,17 @@ def judge(logits: torch.Tensor, groups: Sequence[RowGroup], vocab_limit: int) ->
 
 @dataclass(frozen=True, slots=True)
 class DrawRow:
-    """One session's row in a draft step.
+    """A node of a draft's tree whose children are to be drawn.
 
     Attributes:
-        position: that of the token to draw.
-        depth: tokens of this round drafted before it.
-        context: the tokens before it; read only where the parameters depend on them.
+        position: that of the children.
+        depth: nodes of this round above them.
+        context: the tokens before them; read only where the parameters depend on them.
         prompt_length: how many of those are the prompt.
         allowed: bool [1, V], what a grammar allows.
+        width: most children.
+        scored: whether the tree will be pruned by how likely its nodes seem. Where q counts, such
+            a choice among draws would bias them, so the most probable ids are taken instead.
     """
 
     params: SamplingParams
@@ -94,15 +97,32 @@ class DrawRow:
     prompt_length: int = 0
     allowed: torch.Tensor | None = None
     depth: int = 0
+    width: int = 1
+    scored: bool = False
 
 
-def draw(
-    logits: torch.Tensor, rows: Sequence[DrawRow], vocab_limit: int
-) -> list[tuple[int, DraftProbs | None]]:
-    """Drafted tokens of one draft step, each from its 64 most probable ids.
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """Children of one node, in the order in which they are tried.
 
-    Under the coupled rule the draft races with the target's own noise; under the others it draws
-    independently and, where the rule needs it, returns the very q it drew from, float32 [1, 64].
+    Attributes:
+        tokens: at most the row's width, fewer where fewer ids have a probability.
+        scores: logarithms of how likely each seems to be accepted; empty unless asked for.
+        probs: the very q they were drawn from without replacement, float32 [1, 64], where the rule
+            needs one.
+    """
+
+    tokens: tuple[int, ...]
+    scores: tuple[float, ...] = ()
+    probs: DraftProbs | None = None
+
+
+def draw(logits: torch.Tensor, rows: Sequence[DrawRow], vocab_limit: int) -> list[Drawn]:
+    """Children of the nodes of one draft step, each from its 64 most probable ids.
+
+    They are the first of an exponential race, which draws without replacement (Kool, van Hoof,
+    Welling 2019, "Stochastic Beams and Where to Find Them"). Under the coupled rule the noise is
+    the target's own; under the others it is independent.
 
     Args:
         logits: float32 [N, V], one row per entry of `rows`.
@@ -123,28 +143,57 @@ def draw(
         for row in rows
     ]
     logits = edited(logits[:, :vocab_limit], groups)
-    drawn = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    width = max((row.width for row in rows), default=1)
+    scored = any(row.scored for row in rows)
+    tokens = torch.full((len(rows), width), INVALID, device=logits.device)
+    scores = torch.zeros(len(rows), width if scored else 0, device=logits.device)
     drawing: list[int] = []
     laws: list[Distribution] = []
     for batch in batches(groups, logits, partial(_same, DRAFT_SUPPORT)):
-        own, index = batch.take(logits), batch.index(logits.device)
-        if batch.rule is None:
-            drawn[index] = greedy(own)
-            continue
-        params = batch.row_params(logits.device)
-        # The draft's law ends at its candidates, so they are always complete.
-        q = replace(distribution(own, params, DRAFT_SUPPORT), complete=None)
-        if batch.rule is Rule.COUPLED:
-            drawn[index] = coupled(q, params)
-        else:
-            drawn[index] = race(q, params, Purpose.DRAFT)
-            if batch.rule.needs_draft_probs:
-                drawing += batch.rows
-                laws.append(q)
-    tokens, shipped = _fetch(drawn, laws)
-    _check(tokens)
+        pruned = any(rows[row].scored for row in batch.rows)
+        ids, weights, total, law = _race(batch, batch.take(logits), width, pruned)
+        index, found = batch.index(logits.device), slice(ids.shape[1])
+        tokens[index, found] = torch.where(weights.isfinite() & (weights > 0), ids, INVALID)
+        if pruned:
+            scores[index, found] = (weights / total).log().float()
+        if law is not None:
+            drawing += batch.rows
+            laws.append(law)
+    host_tokens, host_scores, shipped = _fetch(tokens, scores, laws)
+    _check([row[0] for row in host_tokens])
     probs = dict(zip(drawing, shipped, strict=True))
-    return [(token, probs.get(row)) for row, token in enumerate(tokens)]
+    drawn = []
+    for at, (row, own, own_scores) in enumerate(zip(rows, host_tokens, host_scores, strict=True)):
+        count = sum(token != INVALID for token in own[: row.width])
+        drawn.append(Drawn(tuple(own[:count]), tuple(own_scores[:count]), probs.get(at)))
+    return drawn
+
+
+def _race(
+    batch: RowBatch, logits: torch.Tensor, width: int, pruned: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Distribution | None]:
+    """The first of each row of a batch: ids and their weights [N, up to width], the weight of all
+    [N, 1], and the law they were drawn from where the rule needs it."""
+    if batch.rule is None:
+        if width == 1 and not pruned:
+            ids = greedy(logits)[:, None]
+            return ids, (ids != INVALID).float(), torch.ones_like(ids), None
+        best = logits.amax(-1, keepdim=True)
+        weights = (logits - best).exp()
+        first, ids = weights.topk(min(width, logits.shape[1]))
+        return ids, first, weights.sum(-1, keepdim=True), None
+    params = batch.row_params(logits.device)
+    law = distribution(logits, params, DRAFT_SUPPORT)
+    needs_law = batch.rule.needs_draft_probs and not pruned
+    if batch.rule is Rule.COUPLED:
+        keys = race_keys(law, params, Purpose.COUPLED)
+    elif needs_law or batch.rule is Rule.TYPICAL:
+        keys = race_keys(law, params, Purpose.DRAFT)
+    else:
+        keys = law.probs.double()
+    first, columns = keys.topk(min(width, keys.shape[1]))
+    total = keys.sum(-1, keepdim=True)
+    return law.ids.gather(1, columns), first, total, law if needs_law else None
 
 
 def _narrowed(params: SamplingParams) -> SamplingParams:
@@ -203,20 +252,28 @@ def _verdict(group: RowGroup, tokens: Sequence[int], accepted: Sequence[int]) ->
 
 
 def _fetch(
-    tokens: torch.Tensor, laws: Sequence[Distribution]
-) -> tuple[list[int], list[DraftProbs]]:
-    """Bring drawn tokens and the laws of some of them to the host in one copy."""
-    if not laws:
-        return tokens.tolist(), []
-    ids = torch.cat([law.ids for law in laws])
-    probs = torch.cat([law.probs for law in laws])
-    bits = probs.view(torch.int32).long()
-    packed = torch.cat((tokens, ids.flatten(), bits.flatten())).cpu()
-    own, id_values, prob_bits = packed.split([len(tokens), ids.numel(), bits.numel()])
-    shipped_ids = id_values.view(ids.shape)
-    shipped_probs = prob_bits.int().view(torch.float32).view(ids.shape)
-    rows = [DraftProbs(shipped_ids[i : i + 1], shipped_probs[i : i + 1]) for i in range(len(ids))]
-    return own.tolist(), rows
+    tokens: torch.Tensor, scores: torch.Tensor, laws: Sequence[Distribution]
+) -> tuple[list[list[int]], list[list[float]], list[DraftProbs]]:
+    """Bring drawn tokens, their scores and the laws of some to the host in one copy."""
+    parts = [tokens.flatten(), _bits(scores)]
+    if laws:
+        ids = torch.cat([law.ids for law in laws])
+        parts += [ids.flatten(), _bits(torch.cat([law.probs for law in laws]))]
+    host = torch.cat(parts).cpu().split([len(part) for part in parts])
+    shipped = []
+    if laws:
+        pairs = zip(host[2].view(ids.shape), _floats(host[3]).view(ids.shape), strict=True)
+        shipped = [DraftProbs(own_ids[None], own_probs[None]) for own_ids, own_probs in pairs]
+    host_scores = _floats(host[1]).view(scores.shape)
+    return host[0].view(tokens.shape).tolist(), host_scores.tolist(), shipped
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32).long().flatten()
+
+
+def _floats(bits: torch.Tensor) -> torch.Tensor:
+    return bits.int().view(torch.float32)
 
 
 def _check(tokens: Sequence[int]) -> None:

@@ -57,3 +57,13 @@ class TokenTree:
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return tuple(depths)
+
+    def follow(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Nodes from below the root downwards, as far as their tokens are these."""
+        path: list[int] = []
+        at = ROOT
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if len(path) < len(tokens) and parent == at and token == tokens[len(path)]:
+                path.append(node)
+                at = node
+        return tuple(path)

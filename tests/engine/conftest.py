@@ -6,6 +6,7 @@ from specdec_ray.engine.messages import Open, Propose, Verify
 from specdec_ray.engine.outbox import Outbox
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import TokenTree
 
 GREEDY = SamplingParams(temperature=0)
@@ -52,7 +53,7 @@ class Driver:
         return self.ask(Verify(handle, round_number, base_length, tree, probs))
 
     def propose(self, handle, tokens, count):
-        return self.ask(Propose(handle, tuple(tokens), count))
+        return self.ask(Propose(handle, tuple(tokens), Budget(count, count)))
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from specdec_ray.errors import UnsupportedModel
 from specdec_ray.models.translation import TokenizerPair
 from specdec_ray.sampling.structure import json_schema
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import Budget
 
 PROMPT = "def parse(text: str) -> list[str]:\n"
 INDEPENDENT = [Rule.REJECTION, Rule.BLOCK]
@@ -120,7 +121,7 @@ def test_lengths_are_counted_in_the_targets_tokens(bridge, ids):
 
 def test_refusals_of_the_draft_come_through(bridge, ids):
     handle = bridge.open(ids("A list")).handle
-    bridge.submit(Propose(handle, tuple(ids(" is")), 2))
+    bridge.submit(Propose(handle, tuple(ids(" is")), Budget(2, 2)))
     assert bridge.propose(handle, ids(" is"), 2).base_length == len(ids("A list is"))
     assert bridge.replies[-2].code is RefusalCode.BUSY
     assert bridge.verify(handle, 1, 1, [1]).code is RefusalCode.INVALID
@@ -132,7 +133,7 @@ def test_refusals_of_the_draft_come_through(bridge, ids):
 
 def test_a_lost_step_is_a_lost_session(bridge, ids):
     handle = bridge.open(ids("A list")).handle
-    bridge.submit(Propose(handle, tuple(ids(" is")), 2))
+    bridge.submit(Propose(handle, tuple(ids(" is")), Budget(2, 2)))
     bridge.engine.fail_pending(bridge._outbox, RuntimeError("out of memory"))
     bridge._outbox.flush()
     assert bridge.replies[-1].code is RefusalCode.FAILED

@@ -1,10 +1,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from specdec_ray.engine.messages import Opened, Proposal, Propose, RefusalCode, Verify
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import Budget, StaticShape
 from specdec_ray.speculation.tree import TokenTree
 
 PROMPT = list(b"The draft proposes")
@@ -77,7 +79,7 @@ def test_sessions_advance_together_and_leave_apart(draft, monkeypatch):
     plain = model.forward
     monkeypatch.setattr(model, "forward", lambda s: batches.append(len(s)) or plain(s))
     for count, handle in enumerate(handles, 1):
-        draft.submit(Propose(handle, (65,), count))
+        draft.submit(Propose(handle, (65,), Budget(count, count)))
     while draft.step():
         pass
     assert batches == [3, 2, 1]
@@ -132,3 +134,65 @@ def test_a_position_is_drafted_anew_in_every_round(draft):
         later = draft.open(PROMPT, params=params, rule=Rule.REJECTION)
         agreed += draft.propose(later.handle, [65, *tokens[:2]], 1).tree.tokens == tokens[2:]
     assert agreed < 4  # one in 64 by chance
+
+
+@pytest.fixture
+def stock(make_llama):
+    """Most probable next tokens by the stock model, most probable first."""
+    model = make_llama()
+
+    @torch.inference_mode()
+    def best(tokens, count):
+        return model(torch.tensor([tokens])).logits[0, -1].topk(count).indices.tolist()
+
+    return best
+
+
+WIDE = StaticShape.branching([3, 2, 2])
+
+
+@pytest.fixture
+def tree_draft(make_llama, make_draft, drive, stock):
+    del stock  # made first: the engine's model attends by the engine's own function
+    return drive(make_draft(make_llama(seed=0), shape=WIDE))
+
+
+def tree_below(stock, tokens, widths):
+    """The greedy tree of these widths: path -> children."""
+    paths, level = set(), [()]
+    for width in widths:
+        level = [(*p, t) for p in level for t in stock([*tokens, *p], width)]
+        paths |= set(level)
+    return paths
+
+
+@pytest.mark.parametrize("kept", range(4))
+def test_trees_hold_the_best_children_of_every_node(tree_draft, stock, kept):
+    """In the first round, and behind any of its branches: one wrong slot would show."""
+    handle, committed = tree_draft.open(PROMPT).handle, [*PROMPT, 65]
+    proposal = tree_draft.ask(Propose(handle, (65,), Budget(64, 3)))
+    assert set(proposal.tree.paths) == tree_below(stock, committed, [3, 2, 2])
+    for path in [path for path in proposal.tree.paths if len(path) == 3][kept::4]:
+        tokens = (*path[:kept], 200)
+        session = tree_draft.open(PROMPT).handle
+        first = tree_draft.ask(Propose(session, (65,), Budget(64, 3)))
+        again = tree_draft.ask(Propose(first.handle, tokens, Budget(5, 2)))
+        expected = tree_below(stock, [*committed, *tokens], [3, 2])
+        assert set(again.tree.paths) <= expected
+        assert len(again.tree) == 5
+
+
+def test_a_level_is_one_step_and_leaves_are_not_fed(tree_draft, monkeypatch):
+    handle = tree_draft.open(PROMPT).handle
+    model, fed = tree_draft.engine._model, []
+    plain = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda s: fed.append([len(x.tokens) for x in s]) or plain(s)
+    )
+    proposal = tree_draft.ask(Propose(handle, (65,), Budget(64, 3)))
+    assert len(proposal.tree) == 3 + 6 + 12
+    assert fed == [[1], [3], [6]]
+    fed.clear()
+    deepest = next(path for path in proposal.tree.paths if len(path) == 3)
+    tree_draft.ask(Propose(proposal.handle, (*deepest, 9), Budget(3, 1)))
+    assert fed == [[2]]  # the leaf and the bonus are new to the cache

@@ -19,6 +19,7 @@ from specdec_ray.engine.messages import (
 )
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import ROOT, TokenTree
 
 PROMPT = list(b"What is speculation?")
@@ -137,7 +138,7 @@ def test_bad_contexts_are_refused(target):
 
 def test_a_target_does_not_propose(target):
     opened = target.open(PROMPT)
-    assert target.ask(Propose(opened.handle, (), 3)).code is RefusalCode.INVALID
+    assert target.ask(Propose(opened.handle, (), Budget(3, 3))).code is RefusalCode.INVALID
 
 
 def test_a_busy_session_takes_no_second_request(target):

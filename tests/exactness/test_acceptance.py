@@ -19,10 +19,10 @@ def play(toy, params, rule, k, rounds, last=1):
     for step in range(k):
         rows = [DrawRow(p, rule, 10 + step, depth=step) for p in own]
         drawn = draw(toy.draft[tails], rows, vocab_limit=toy.vocab)
-        for i, (token, q) in enumerate(drawn):
-            drafted[i].append(token)
-            probs[i].append(q)
-        tails = torch.tensor([token for token, _ in drawn])
+        for i, own_drawn in enumerate(drawn):
+            drafted[i] += own_drawn.tokens
+            probs[i].append(own_drawn.probs)
+        tails = torch.tensor([own_drawn.tokens[0] for own_drawn in drawn])
     groups = [
         RowGroup(p, rule, 10, TokenTree.chain(d), DraftProbs.stack(q) if k and q[0] else None)
         for p, d, q in zip(own, drafted, probs, strict=True)

@@ -48,8 +48,8 @@ def test_1_a_drafted_token_is_never_dropped_for_its_own_q(below, seed_rows, foll
         for seed in range(50):
             own = SamplingParams(seed=seed)
             chain = [
-                token
-                for token, _ in draw(
+                drawn.tokens[0]
+                for drawn in draw(
                     logits[:2], [DrawRow(own, Rule.COUPLED, position) for position in (5, 6)], 2
                 )
             ][:nodes]
@@ -103,12 +103,12 @@ def test_3_draw_follows_what_it_ships(params):
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(2)).expand(n, vocab)
     rows = [DrawRow(SamplingParams(seed=s, **params), Rule.REJECTION, 3) for s in range(n)]
     drawn = draw(logits, rows, vocab)
-    ids, probs = drawn[0][1].ids[0], drawn[0][1].probs[0]
-    tokens = torch.tensor([token for token, _ in drawn])
+    ids, probs = drawn[0].probs.ids[0], drawn[0].probs.probs[0]
+    tokens = torch.tensor([own.tokens[0] for own in drawn])
     assert ids.shape == (DRAFT_SUPPORT,)
     assert probs.dtype == torch.float32
     assert float(probs.double().sum()) == pytest.approx(1, abs=1e-6)
-    assert all(torch.equal(q.probs[0], probs) for _, q in drawn)
+    assert all(torch.equal(own.probs.probs[0], probs) for own in drawn)
     counts = torch.bincount(tokens, minlength=vocab)[ids] / n
     assert (counts - probs).abs().max() < 0.012
     assert torch.isin(tokens, ids[probs > 0]).all()

@@ -12,8 +12,10 @@ from specdec_ray.rounds.in_process import InProcessPool
 from specdec_ray.rounds.request import GenerationRequest, RoundSettings
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import StaticShape
 from specdec_ray.speculation.tree import TokenTree
 
+CHAIN = StaticShape.chain(64)
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -26,11 +28,13 @@ def target_pool(make_llama, make_target):
 def draft_pool(make_llama, make_draft):
     """A factory of draft pools by quality."""
 
-    def make(kind):
+    def make(kind, shape=CHAIN):
         models = {"same": {}, "near": {"noise": 0.05}, "other": {"seed": 9}}
         if kind == "none":
             return None
-        return InProcessPool(EngineThread(make_draft(make_llama(**models[kind])), kind))
+        return InProcessPool(
+            EngineThread(make_draft(make_llama(**models[kind]), shape=shape), kind)
+        )
 
     return make
 
@@ -80,7 +84,7 @@ class ScriptedSession:
             return Opened(self._handle(), ())
         assert isinstance(request, Propose)
         self._tokens = self._tokens[: request.handle.length] + list(request.tokens)
-        drafted = self._script(self._tokens, request.count)
+        drafted = self._script(self._tokens, request.budget.depth)
         if isinstance(drafted, Exception):
             raise drafted
         if hasattr(drafted, "__await__"):

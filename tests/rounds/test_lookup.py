@@ -11,6 +11,7 @@ from specdec_ray.engine.messages import Open, Propose, RefusalCode, Refused
 from specdec_ray.rounds.lookup import LookupPool, LookupSession, Memory, NGramIndex, lookup_pool
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import Budget
 
 PROMPT = list(b"one two three, one two three, one")
 GREEDY = SamplingParams(temperature=0)
@@ -24,7 +25,7 @@ def opened(tokens, memory=None, prompt_length=0):
 
 
 def proposed(session, handle, tokens, count):
-    reply = session._answer(Propose(handle, tuple(tokens), count))
+    reply = session._answer(Propose(handle, tuple(tokens), Budget(count, count)))
     assert reply.tree.is_chain
     assert reply.draft_probs is None
     assert reply.base_length == reply.handle.length == handle.length + len(tokens)
@@ -58,7 +59,7 @@ def test_proposes_nothing_without_a_match():
 def test_other_tokens_are_refused_with_the_known_length():
     session, reply = opened([1, 2, 3])
     proposed(session, reply.handle, [4], 2)
-    refused = session._answer(Propose(reply.handle, (9,), 2))
+    refused = session._answer(Propose(reply.handle, (9,), Budget(2, 2)))
     assert isinstance(refused, Refused)
     assert (refused.code, refused.known_length) == (RefusalCode.STALE_LENGTH, 4)
 
@@ -89,7 +90,7 @@ async def test_suffixes_remember_outputs_and_no_prompts():
             Open(session.session_id, (50, 51, 52, 53, 1, 2), GREEDY, Rule.COUPLED, 99, 6)
         )
         handle = session._handle()
-        await session.call(Propose(handle, (3, 4, 5), 1))
+        await session.call(Propose(handle, (3, 4, 5), Budget(1, 1)))
     async with pool.session() as session:
         reply = await session.call(Open(session.session_id, (9, 1, 2), GREEDY, Rule.COUPLED, 99, 3))
         drafted, handle = proposed(session, reply.handle, [], 4)

@@ -2,7 +2,7 @@ import httpx
 import openai
 import pytest
 
-from specdec_ray.config import LimitsConfig, RoundConfig
+from specdec_ray.config import LimitsConfig, SpeculationConfig
 from specdec_ray.engine.loop import EngineThread
 from specdec_ray.rounds.in_process import InProcessPool
 from specdec_ray.serve.openai import build_http_app
@@ -22,9 +22,9 @@ def make_service(make_llama, make_target, make_draft, tokenizer, grammars):
             near = make_draft(make_llama(noise=0.05), blocks=blocks)
             draft = InProcessPool(EngineThread(near, "draft"))
         model = ServedModel("tiny", tokenizer, frozenset({EOS}), CONTEXT, VOCAB, grammars)
-        rounds = RoundConfig(draft_tokens=4)
+        speculation = SpeculationConfig(draft_tokens=4)
         return GenerationService(
-            model, target, draft, rounds, limits or LimitsConfig(), max_generations
+            model, target, draft, speculation, limits or LimitsConfig(), max_generations
         )
 
     return make

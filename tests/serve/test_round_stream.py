@@ -34,6 +34,7 @@ from specdec_ray.serve.round_client import ConnectionCache, RoundConnection
 from specdec_ray.serve.round_server import CHANNEL_OPTIONS, SERVICE, RoundServer
 from specdec_ray.serve.wire import WireLimits, encode_reply, encode_request
 from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import ROOT, TokenTree
 
 LIMITS = WireLimits(max_context_tokens=2_000_000)
@@ -198,7 +199,7 @@ async def test_every_message_crosses_the_stream(engine, connection):
     session = connection.session(session_id)
     opened = await session.call(opening((7, 8), session_id))
     assert opened == Opened(handle_of(session_id, 2), (7,))
-    proposal = await session.call(Propose(opened.handle, (1, 2, 3), 5))
+    proposal = await session.call(Propose(opened.handle, (1, 2, 3), Budget(5, 5)))
     assert (proposal.base_length, proposal.tree) == (5, TREE)
     assert torch.equal(proposal.draft_probs.probs, PROBS.probs)
     verify = Verify(opened.handle, 1, 5, proposal.tree, proposal.draft_probs)
@@ -439,7 +440,7 @@ TURNS = {
         [Verdict(HANDLE, number, 0, (1,), Load()) for number in (1, 2)],
     ),
     "propose": (
-        [Propose(HANDLE, (1,) * number, 5) for number in (1, 2)],
+        [Propose(HANDLE, (1,) * number, Budget(5, 5)) for number in (1, 2)],
         [Proposal(HANDLE, 4 + number, TREE) for number in (1, 2)],
     ),
 }

@@ -23,6 +23,7 @@ from specdec_ray.serve.wire import (
     split_frames,
 )
 from specdec_ray.speculation.proposal import DraftProbs, Rule
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import ROOT, TokenTree
 
 LIMITS = WireLimits(max_context_tokens=100, max_nodes=8, max_support=4)
@@ -108,7 +109,7 @@ def test_q_is_shipped_bit_by_bit():
 def test_a_round_is_small():
     handle = m.CacheHandle(b"s" * 16, "Target#abcdefgh", 1_796_000_000_000_000_000, 0, 1500)
     verify = m.Verify(handle, 200, 1501, TokenTree.chain((30_000,) * 5))
-    propose = m.Propose(handle, (30_000,) * 5, 5)
+    propose = m.Propose(handle, (30_000,) * 5, Budget(60, 5))
     assert len(encode_request(verify).SerializeToString()) < 100
     assert len(encode_request(propose).SerializeToString()) < 100
 
@@ -116,6 +117,13 @@ def test_a_round_is_small():
 SESSION_ID = b"s" * 16
 HANDLE = pb.CacheHandle(session_id=SESSION_ID)
 GOOD_SAMPLING = pb.Sampling(temperature=1, top_p=1)
+
+
+def propose(**budget):
+    asked = pb.Propose(handle=HANDLE, budget=pb.Budget(**budget))
+    return pb.EngineRequest(propose=asked)
+
+
 HOSTILE = {
     "nothing": (pb.EngineRequest(), "request"),
     "short session id": (pb.EngineRequest(close=pb.Close(session_id=b"x")), "session_id"),
@@ -128,7 +136,10 @@ HOSTILE = {
         pb.EngineRequest(open=pb.Open(session_id=SESSION_ID, sampling=GOOD_SAMPLING)),
         "rule",
     ),
-    "count": (pb.EngineRequest(propose=pb.Propose(handle=HANDLE, count=9)), "count"),
+    "budget nodes": (propose(nodes=9, depth=1), "budget.nodes"),
+    "budget depth": (propose(nodes=1, depth=9), "budget.depth"),
+    "no nodes": (propose(nodes=0, depth=1), "budget.nodes"),
+    "no budget": (propose(), "budget.nodes"),
     "nodes": (
         pb.EngineRequest(verify=pb.Verify(handle=HANDLE, tree=pb.TokenTree(tokens=[1] * 9))),
         "tree",

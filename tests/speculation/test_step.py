@@ -103,13 +103,14 @@ def test_every_number_of_candidates_decides_alike(monkeypatch, rule):
 def test_one_copy_to_the_host_ends_a_step(monkeypatch):
     """Every other way to the host would make a GPU wait in the middle of a step."""
     copies = []
-    plain = torch.Tensor.tolist
+    for name in ("cpu", "tolist"):
+        plain = getattr(torch.Tensor, name)
 
-    def counting(tensor):
-        copies.append("tolist")
-        return plain(tensor)
+        def counting(tensor, name=name, plain=plain):
+            copies.append(name)
+            return plain(tensor)
 
-    monkeypatch.setattr(torch.Tensor, "tolist", counting)
+        monkeypatch.setattr(torch.Tensor, name, counting)
     for name in ("__bool__", "item", "__int__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(name))
     logits = -0.01 * torch.arange(V).float().expand(sum(map(len, groups())), V)
@@ -117,8 +118,10 @@ def test_one_copy_to_the_host_ends_a_step(monkeypatch):
     judge(logits[: sum(map(len, narrow))], narrow, V)
     assert copies == ["tolist"]
     rows = [DrawRow(g.params, g.rule, g.position) for g in groups()]
+    copies.clear()
     draw(logits[: len(rows)], rows, V)
-    assert len(copies) == 2
+    assert copies[0] == "cpu"  # what follows reads the copy
+    assert copies.count("cpu") == 1
 
 
 def test_padding_of_the_embedding_is_never_emitted():
@@ -129,9 +132,9 @@ def test_padding_of_the_embedding_is_never_emitted():
     batch.append(RowGroup(SamplingParams(temperature=0), Rule.COUPLED, 0))
     assert max(j.emitted[0] for j in judge(logits, batch, vocab_limit=V - 50)) < V - 50
     rows = [DrawRow(g.params, g.rule, g.position) for g in batch]
-    for token, q in draw(logits, rows, vocab_limit=V - 50):
-        assert token < V - 50
-        assert q is None or int(q.ids.max()) < V - 50
+    for drawn in draw(logits, rows, vocab_limit=V - 50):
+        assert drawn.tokens[0] < V - 50
+        assert drawn.probs is None or int(drawn.probs.ids.max()) < V - 50
 
 
 def test_a_seed_names_the_draw_whatever_ran_before_or_beside_it():
@@ -175,22 +178,22 @@ def test_positions_follow_depth():
 def test_coupled_and_greedy_drafts_ship_no_q():
     rows = [DrawRow(SamplingParams(), Rule.COUPLED, 0)]
     rows.append(DrawRow(SamplingParams(temperature=0), Rule.REJECTION, 0))
-    assert [q for _, q in draw(torch.randn(2, V), rows, V)] == [None, None]
+    assert [drawn.probs for drawn in draw(torch.randn(2, V), rows, V)] == [None, None]
 
 
 def test_filters_of_a_draft_act_within_its_support():
     """Half of the mass of 64 ids, not of the vocabulary, of which they hold a quarter."""
     row = DrawRow(SamplingParams(top_p=0.5), Rule.REJECTION, 0)
-    ((_, q),) = draw(-0.005 * torch.arange(float(V))[None], [row], V)
-    assert 25 < int((q.probs > 0).sum()) < 35
+    (drawn,) = draw(-0.005 * torch.arange(float(V))[None], [row], V)
+    assert 25 < int((drawn.probs.probs > 0).sum()) < 35
 
 
 def test_the_rules_draw_with_noise_of_their_own():
     logits = torch.zeros(400, 50)
     tokens = [
         [
-            t
-            for t, _ in draw(
+            drawn.tokens
+            for drawn in draw(
                 logits, [DrawRow(SamplingParams(seed=s), rule, 0) for s in range(400)], 50
             )
         ]
@@ -205,19 +208,24 @@ def test_shipped_width_does_not_depend_on_the_batch():
     wide = DrawRow(SamplingParams(), Rule.REJECTION, 0)
     logits = torch.randn(2, V)
     alone, beside = draw(logits[:1], [narrow], V)[0], draw(logits, [narrow, wide], V)[0]
-    assert alone[0] == beside[0]
-    assert DraftProbs.stack([alone[1], beside[1]]).ids.shape == (2, DRAFT_SUPPORT)
-    assert torch.equal(alone[1].probs, beside[1].probs)
-    small = draw(torch.randn(1, 10), [narrow], 10)[0][1]
+    assert alone.tokens == beside.tokens
+    assert DraftProbs.stack([alone.probs, beside.probs]).ids.shape == (2, DRAFT_SUPPORT)
+    assert torch.equal(alone.probs.probs, beside.probs.probs)
+    small = draw(torch.randn(1, 10), [narrow], 10)[0].probs
     assert small.ids.shape == (1, 10)
 
 
 def test_mixed_draws_equal_each_alone():
-    rows = [DrawRow(g.params, g.rule, g.position) for g in groups()]
+    rows = [
+        DrawRow(g.params, g.rule, g.position, width=1 + at % 5, scored=g.rule is Rule.TYPICAL)
+        for at, g in enumerate(groups())
+    ]
     logits = torch.randn(len(rows), V)
-    for at, (token, q) in enumerate(draw(logits, rows, V)):
-        own_token, own_q = draw(logits[at : at + 1], rows[at : at + 1], V)[0]
-        assert token == own_token
+    for at, drawn in enumerate(draw(logits, rows, V)):
+        own = draw(logits[at : at + 1], rows[at : at + 1], V)[0]
+        assert drawn.tokens == own.tokens
+        assert drawn.scores[: len(own.scores)] == own.scores
+        q, own_q = drawn.probs, own.probs
         assert (q is None) == (own_q is None)
         assert q is None or (torch.equal(q.ids, own_q.ids) and torch.equal(q.probs, own_q.probs))
 
@@ -228,10 +236,11 @@ def test_draft_and_target_share_noise_under_coupled():
     params = [SamplingParams(seed=s) for s in range(500)]
     drawn = draw(logits, [DrawRow(p, Rule.COUPLED, 6) for p in params], 300)
     judged = judge(logits, [RowGroup(p, Rule.COUPLED, 6) for p in params], 300)
-    for row, ((token, _), judgement) in enumerate(zip(drawn, judged, strict=True)):
+    tokens = [children.tokens[0] for children in drawn]
+    for row, (token, judgement) in enumerate(zip(tokens, judged, strict=True)):
         supported = judgement.emitted[0] in logits[row].topk(DRAFT_SUPPORT).indices.tolist()
         assert (token == judgement.emitted[0]) or not supported
-    assert sum(t == j.emitted[0] for (t, _), j in zip(drawn, judged, strict=True)) > 480
+    assert sum(t == j.emitted[0] for t, j in zip(tokens, judged, strict=True)) > 480
 
 
 SICK = {
