@@ -187,8 +187,11 @@ def _decode_open(message: pb.Open, limits: WireLimits) -> m.Open:
 
 def _decode_propose(message: pb.Propose, limits: WireLimits) -> m.Propose:
     _check_count("tokens", message.tokens, limits.max_context_tokens)
-    budget = _decode_budget(message.budget, limits)
-    return m.Propose(_decode_handle(message.handle), tuple(message.tokens), budget)
+    return m.Propose(
+        _decode_handle(message.handle),
+        tuple(message.tokens),
+        _decode_budget(message.budget, limits),
+    )
 
 
 def _decode_verify(message: pb.Verify, limits: WireLimits) -> m.Verify:

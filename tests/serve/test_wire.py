@@ -45,9 +45,10 @@ PARAMS = st.builds(
     st.integers(0, 2**63 - 1),
     st.integers(0, 100),
 )
+NODES = st.integers(1, 8)
 REQUESTS = (
     st.builds(m.Open, SESSION, TOKENS, PARAMS, st.sampled_from(list(Rule)), U32)
-    | st.builds(m.Propose, HANDLES, TOKENS, st.integers(0, 8))
+    | st.builds(m.Propose, HANDLES, TOKENS, st.builds(Budget, NODES, NODES))
     | st.builds(m.Verify, HANDLES, U32, U32, TREES)
     | st.builds(m.Close, SESSION)
 )
