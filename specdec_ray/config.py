@@ -17,6 +17,8 @@ from specdec_ray.speculation.shape import MAX_NODES, DynamicShape, Shape, Static
 
 BUNDLED_TARGET = "bundled/target"
 BUNDLED_DRAFT = "bundled/draft"
+BUNDLED_MEDUSA = "bundled/medusa"
+BUNDLED_EXIT_HEAD = "bundled/exit_head"
 
 DEFAULT_CHAIN = 5
 
@@ -32,11 +34,14 @@ class Method(StrEnum):
 
     draft_model: the draft replicas. prompt_lookup: what followed the last tokens earlier in prompt
     and output; no model. suffix: that, or in outputs of earlier requests at the same router, so
-    that how fast a text comes may tell whether its like was generated before. none: nothing, the
-    target decodes plainly.
+    that how fast a text comes may tell whether its like was generated before. medusa: trained heads
+    on the target's last state. early_exit: the target's own first layers. none: nothing, the target
+    decodes plainly.
     """
 
     DRAFT_MODEL = "draft_model"
+    MEDUSA = "medusa"
+    EARLY_EXIT = "early_exit"
     PROMPT_LOOKUP = "prompt_lookup"
     SUFFIX = "suffix"
     NONE = "none"
@@ -166,19 +171,58 @@ class TreeConfig(Strict):
         return self
 
 
+class MedusaConfig(Strict):
+    """Heads that draft from the target's last state (Cai et al. 2024)."""
+
+    heads: str = Field(
+        description="Hugging Face id or folder with config.json and medusa_lm_head.safetensors; "
+        "'bundled/medusa' names those of the bundled target."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    allow_pickle: bool = Field(
+        False, description="Take medusa_lm_head.pt too, read as plain tensors only."
+    )
+
+    @property
+    def source(self) -> str:
+        return str(bundled.MEDUSA) if self.heads == BUNDLED_MEDUSA else self.heads
+
+
+class EarlyExitConfig(Strict):
+    """The target's first layers as its draft (Elhoushi et al. 2024, LayerSkip)."""
+
+    layer: Positive = Field(description="Layers that a drafted token goes through.")
+    head: str | None = Field(
+        None,
+        description="Folder or id of an exit head trained for that layer; None reads the layer's "
+        "state by the model's own last norm and head, as LayerSkip checkpoints are trained for. "
+        "'bundled/exit_head' names that of the bundled target.",
+    )
+
+    @property
+    def source(self) -> str | None:
+        return str(bundled.EXIT_HEAD) if self.head == BUNDLED_EXIT_HEAD else self.head
+
+
 class SpeculationConfig(RoundConfig):
     """What proposes, and how rounds are played at start."""
 
     method: Method = Field(
         Method.DRAFT_MODEL,
-        description="What proposes tokens: draft_model, prompt_lookup, suffix or none. See Method.",
+        description="What proposes tokens: draft_model, medusa, early_exit, prompt_lookup, suffix "
+        "or none. See Method.",
     )
-
     tree: TreeConfig | None = Field(None, description="None proposes chains. See TreeConfig.")
+    medusa: MedusaConfig | None = Field(None, description="Of method medusa.")
+    early_exit: EarlyExitConfig | None = Field(None, description="Of method early_exit.")
 
     @property
     def uses_draft(self) -> bool:
         return self.method is Method.DRAFT_MODEL
+
+    @property
+    def self_drafting(self) -> bool:
+        return self.method in (Method.MEDUSA, Method.EARLY_EXIT)
 
     @property
     def shape(self) -> Shape:
@@ -201,6 +245,15 @@ class SpeculationConfig(RoundConfig):
             Method.NONE,
         ):
             raise ValueError(f"method '{self.method}' proposes no trees: remove tree")
+        for method, section in (
+            (Method.MEDUSA, self.medusa),
+            (Method.EARLY_EXIT, self.early_exit),
+        ):
+            if (self.method is method) != (section is not None):
+                fault = "is missing" if section is None else f"is of no use to '{self.method}'"
+                raise ValueError(f"the section of method '{method}' {fault}")
+        if self.method is Method.EARLY_EXIT and isinstance(self.shape, DynamicShape):
+            raise ValueError("method 'early_exit' takes a static tree: branching or choices")
         return self
 
 

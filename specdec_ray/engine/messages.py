@@ -121,6 +121,7 @@ class Verify:
     Attributes:
         round: 1 for the first verify of an epoch, then one more each time.
         base_length: committed tokens the tree stands on.
+        own: the target is to draft the tree by itself, `tree` being empty; None if not.
     """
 
     handle: CacheHandle
@@ -128,14 +129,17 @@ class Verify:
     base_length: int
     tree: TokenTree
     draft_probs: DraftProbs | None = None
+    own: Budget | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Answer to Verify: `accepted` drafted tokens followed by one bonus token, all in `emitted`."""
+    """Answer to Verify: of `proposed` nodes `accepted` ones, followed by one bonus token, all in
+    `emitted`."""
 
     handle: CacheHandle
     round: int
+    proposed: int
     accepted: int
     emitted: tuple[int, ...]
     load: Load

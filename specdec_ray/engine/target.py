@@ -219,6 +219,7 @@ class TargetEngine:
         verdict = Verdict(
             self.sessions.handle(session, session.kv_length),
             verify.round,
+            proposed=len(verify.tree),
             accepted=len(judgement.path),
             emitted=judgement.emitted,
             load=self.sessions.load,

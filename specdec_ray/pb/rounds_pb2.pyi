@@ -228,34 +228,38 @@ class Proposal(_message.Message):
     def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., base_length: _Optional[int] = ..., tree: _Optional[_Union[TokenTree, _Mapping]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ...) -> None: ...
 
 class Verify(_message.Message):
-    __slots__ = ("handle", "round", "base_length", "tree", "draft_probs")
+    __slots__ = ("handle", "round", "base_length", "tree", "draft_probs", "own")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TREE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+    OWN_FIELD_NUMBER: _ClassVar[int]
     handle: CacheHandle
     round: int
     base_length: int
     tree: TokenTree
     draft_probs: DraftProbs
-    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., round: _Optional[int] = ..., base_length: _Optional[int] = ..., tree: _Optional[_Union[TokenTree, _Mapping]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ...) -> None: ...
+    own: Budget
+    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., round: _Optional[int] = ..., base_length: _Optional[int] = ..., tree: _Optional[_Union[TokenTree, _Mapping]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ..., own: _Optional[_Union[Budget, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("handle", "round", "accepted", "emitted", "load", "logprobs")
+    __slots__ = ("handle", "round", "accepted", "emitted", "load", "logprobs", "proposed")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
     handle: CacheHandle
     round: int
     accepted: int
     emitted: _containers.RepeatedScalarFieldContainer[int]
     load: Load
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., round: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    proposed: int
+    def __init__(self, handle: _Optional[_Union[CacheHandle, _Mapping]] = ..., round: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted: _Optional[_Iterable[int]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., proposed: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("waiting", "free_blocks")

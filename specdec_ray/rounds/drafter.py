@@ -20,7 +20,6 @@ from specdec_ray.engine.messages import (
 from specdec_ray.errors import EngineLost, Overloaded
 from specdec_ray.rounds.ports import EnginePool, EngineSession
 from specdec_ray.rounds.request import GenerationRequest, RoundSettings
-from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -42,10 +41,9 @@ class Drafter:
     def __init__(
         self, drafts: EnginePool | None, request: GenerationRequest, settings: RoundSettings
     ) -> None:
-        count = settings.draft_tokens if request.draft_tokens is None else request.draft_tokens
-        self._count = count
-        self._pool = drafts if count > 0 and request.max_tokens > 1 else None
-        self._request = request
+        drafting = settings.budget(request, request.max_tokens - 1) is not None
+        self._pool = drafts if drafting else None
+        self._request, self._settings = request, settings
         self._timeout_s = settings.draft_timeout_s
         self._stack = AsyncExitStack()
         self._session: EngineSession | None = None
@@ -133,7 +131,8 @@ class Drafter:
     ) -> asyncio.Future[Reply]:
         assert self._handle is not None, "set with the session"
         missing = tuple(committed[self._handle.length :])
-        budget = Budget(self._count, depth=min(self._count, room))
+        budget = self._settings.budget(self._request, room)
+        assert budget is not None, "no session is opened where nothing is drafted"
         return session.call(Propose(self._handle, missing, budget))
 
     async def _answer(self, committed: list[int], room: int) -> Proposal:

@@ -58,7 +58,8 @@ async def generate(
                         prompt_logprobs=opened.prompt_logprobs,
                     )
                     while len(committed) < end:
-                        proposal = await drafter.propose(committed, end - len(committed) - 1)
+                        room = end - len(committed) - 1
+                        proposal = await drafter.propose(committed, room)
                         round_number += 1
                         verify = Verify(
                             handle,
@@ -66,6 +67,7 @@ async def generate(
                             len(committed),
                             proposal.tree,
                             proposal.draft_probs,
+                            settings.budget(request, room) if settings.self_drafting else None,
                         )
                         verdict = _expect(Verdict, await target.call(verify))
                         handle = verdict.handle
@@ -73,7 +75,7 @@ async def generate(
                         await drafter.ask(committed, end - len(committed) - 1)
                         yield Emission(
                             verdict.emitted,
-                            len(proposal.tree),
+                            verdict.proposed,
                             verdict.accepted,
                             verdict.logprobs,
                         )

@@ -7,6 +7,7 @@ from specdec_ray.errors import InvalidParameter
 from specdec_ray.sampling.params import SamplingParams
 from specdec_ray.speculation.logprobs import TokenLogprobs
 from specdec_ray.speculation.proposal import Rule
+from specdec_ray.speculation.shape import Budget
 
 MAX_PROMPT_LOGPROBS = 2**20  # some 8 MB in one message of the round protocol
 
@@ -64,11 +65,13 @@ class RoundSettings:
         rule: acceptance rule of requests that name none.
         draft_tokens: k of requests that name none.
         draft_timeout_s: a draft that answers later is bypassed for the round.
+        self_drafting: the target drafts by itself.
     """
 
     rule: Rule
     draft_tokens: int
     draft_timeout_s: float
+    self_drafting: bool = False
 
     @classmethod
     def of(cls, rounds: RoundConfig, speculation: SpeculationConfig) -> "RoundSettings":
@@ -76,7 +79,12 @@ class RoundSettings:
         count = rounds.draft_tokens
         if count is None:
             count = speculation.default_draft_tokens
-        return cls(rounds.rule, count, rounds.draft_timeout_s)
+        return cls(rounds.rule, count, rounds.draft_timeout_s, speculation.self_drafting)
+
+    def budget(self, request: GenerationRequest, room: int) -> Budget | None:
+        """What a proposal of the request may hold where `room` drafted tokens can be emitted."""
+        count = self.draft_tokens if request.draft_tokens is None else request.draft_tokens
+        return None if min(count, room) < 1 else Budget(count, min(count, room))
 
 
 @dataclass(frozen=True, slots=True)

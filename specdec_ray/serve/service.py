@@ -128,7 +128,7 @@ class GenerationService:
         """The request with the deployment's choices where it makes none."""
         settings = self._settings
         draft_tokens = 0
-        if self._drafts is not None:
+        if self._drafts is not None or settings.self_drafting:
             asked = request.draft_tokens
             draft_tokens = settings.draft_tokens if asked is None else asked
         request = replace(request, rule=request.rule or settings.rule, draft_tokens=draft_tokens)

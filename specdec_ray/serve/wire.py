@@ -79,6 +79,7 @@ def encode_request(request: m.Request) -> pb.EngineRequest:
             base_length=request.base_length,
             tree=_tree(request.tree),
             draft_probs=_draft_probs(request.draft_probs),
+            own=None if request.own is None else _budget(request.own),
         )
         return pb.EngineRequest(verify=verify)
     if isinstance(request, m.Propose):
@@ -106,6 +107,7 @@ def encode_reply(reply: m.Reply) -> pb.EngineReply:
         verdict = pb.Verdict(
             handle=_handle(reply.handle),
             round=reply.round,
+            proposed=reply.proposed,
             accepted=reply.accepted,
             emitted=reply.emitted,
             load=pb.Load(waiting=reply.load.waiting, free_blocks=reply.load.free_blocks),
@@ -202,6 +204,7 @@ def _decode_verify(message: pb.Verify, limits: WireLimits) -> m.Verify:
         message.base_length,
         tree,
         _decode_draft_probs(message, tree, limits),
+        _decode_budget(message.own, limits) if message.HasField("own") else None,
     )
 
 
@@ -236,9 +239,15 @@ def _decode_verdict(message: pb.Verdict, limits: WireLimits) -> m.Verdict:
         raise InvalidParameter(
             "emitted", f"must hold {message.accepted + 1} tokens, got {len(message.emitted)}"
         )
+    if not message.accepted <= message.proposed <= limits.max_nodes:
+        raise InvalidParameter(
+            "proposed",
+            f"must be in [{message.accepted}, {limits.max_nodes}], got {message.proposed}",
+        )
     return m.Verdict(
         _decode_handle(message.handle),
         message.round,
+        message.proposed,
         message.accepted,
         tuple(message.emitted),
         m.Load(message.load.waiting, message.load.free_blocks),

@@ -124,7 +124,8 @@ def handle_of(session_id, length=1):
 
 def verdict_to(verify):
     tokens = (*verify.tree.tokens[:1], 9)
-    return Verdict(verify.handle, verify.round, len(tokens) - 1, tokens, Load(2, 30))
+    drafted = len(verify.tree)
+    return Verdict(verify.handle, verify.round, drafted, len(tokens) - 1, tokens, Load(2, 30))
 
 
 def opening(tokens=(7,), session_id=None):
@@ -437,7 +438,7 @@ HANDLE = handle_of(b"s" * 16, 4)
 TURNS = {
     "verify": (
         [Verify(HANDLE, number, 4 + number, TREE) for number in (1, 2)],
-        [Verdict(HANDLE, number, 0, (1,), Load()) for number in (1, 2)],
+        [Verdict(HANDLE, number, 0, 0, (1,), Load()) for number in (1, 2)],
     ),
     "propose": (
         [Propose(HANDLE, (1,) * number, Budget(5, 5)) for number in (1, 2)],

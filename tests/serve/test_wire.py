@@ -50,17 +50,21 @@ REQUESTS = (
     st.builds(m.Open, SESSION, TOKENS, PARAMS, st.sampled_from(list(Rule)), U32)
     | st.builds(m.Propose, HANDLES, TOKENS, st.builds(Budget, NODES, NODES))
     | st.builds(m.Verify, HANDLES, U32, U32, TREES)
+    | st.builds(
+        m.Verify, HANDLES, U32, U32, st.just(TokenTree()), own=st.builds(Budget, NODES, NODES)
+    )
     | st.builds(m.Close, SESSION)
 )
 REPLIES = (
     st.builds(m.Opened, HANDLES, TOKENS)
     | st.builds(m.Proposal, HANDLES, U32, TREES)
     | st.builds(
-        lambda handle, number, tokens, load: m.Verdict(
-            handle, number, len(tokens) - 1, tokens, load
+        lambda handle, number, more, tokens, load: m.Verdict(
+            handle, number, min(len(tokens) - 1 + more, 8), len(tokens) - 1, tokens, load
         ),
         HANDLES,
         U32,
+        st.integers(0, 8),
         TOKENS.filter(len),
         st.builds(m.Load, U32, U32),
     )
@@ -141,6 +145,10 @@ HOSTILE = {
     "budget depth": (propose(nodes=1, depth=9), "budget.depth"),
     "no nodes": (propose(nodes=0, depth=1), "budget.nodes"),
     "no budget": (propose(), "budget.nodes"),
+    "no budget of its own": (
+        pb.EngineRequest(verify=pb.Verify(handle=HANDLE, own=pb.Budget())),
+        "budget.nodes",
+    ),
     "nodes": (
         pb.EngineRequest(verify=pb.Verify(handle=HANDLE, tree=pb.TokenTree(tokens=[1] * 9))),
         "tree",
@@ -205,8 +213,9 @@ def refused(**fields):
     return pb.EngineReply(refused=pb.Refused(session_id=SESSION_ID, code=6, **fields))
 
 
-def verdict(accepted, emitted):
-    return pb.EngineReply(verdict=pb.Verdict(handle=HANDLE, accepted=accepted, emitted=emitted))
+def verdict(accepted, emitted, proposed=8):
+    fields = {"proposed": proposed, "accepted": accepted, "emitted": emitted}
+    return pb.EngineReply(verdict=pb.Verdict(handle=HANDLE, **fields))
 
 
 HOSTILE_REPLIES = {
@@ -223,6 +232,8 @@ HOSTILE_REPLIES = {
     "verdict without a token": (verdict(0, []), "emitted"),
     "verdict that accepts more than it emits": (verdict(2, [1, 2]), "emitted"),
     "verdict that emits more than it accepts": (verdict(0, [1, 2]), "emitted"),
+    "verdict that accepts more than was proposed": (verdict(1, [1, 2], proposed=0), "proposed"),
+    "verdict on more than may be proposed": (verdict(1, [1, 2], proposed=9), "proposed"),
     "long verdict": (verdict(9, [1] * 10), "emitted"),
     "long opening": (pb.EngineReply(opened=pb.Opened(handle=HANDLE, emitted=[1] * 10)), "emitted"),
     "nodes": (
