@@ -17,8 +17,6 @@ from specdec_ray.speculation.shape import MAX_NODES, DynamicShape, Shape, Static
 
 BUNDLED_TARGET = "bundled/target"
 BUNDLED_DRAFT = "bundled/draft"
-BUNDLED_MEDUSA = "bundled/medusa"
-BUNDLED_EXIT_HEAD = "bundled/exit_head"
 
 DEFAULT_CHAIN = 5
 
@@ -175,33 +173,21 @@ class MedusaConfig(Strict):
     """Heads that draft from the target's last state (Cai et al. 2024)."""
 
     heads: str = Field(
-        description="Hugging Face id or folder with config.json and medusa_lm_head.safetensors; "
-        "'bundled/medusa' names those of the bundled target."
+        description="Hugging Face id or folder with config.json and medusa_lm_head.safetensors."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     allow_pickle: bool = Field(
         False, description="Take medusa_lm_head.pt too, read as plain tensors only."
     )
 
-    @property
-    def source(self) -> str:
-        return str(bundled.MEDUSA) if self.heads == BUNDLED_MEDUSA else self.heads
-
 
 class EarlyExitConfig(Strict):
     """The target's first layers as its draft (Elhoushi et al. 2024, LayerSkip)."""
 
-    layer: Positive = Field(description="Layers that a drafted token goes through.")
-    head: str | None = Field(
-        None,
-        description="Folder or id of an exit head trained for that layer; None reads the layer's "
-        "state by the model's own last norm and head, as LayerSkip checkpoints are trained for. "
-        "'bundled/exit_head' names that of the bundled target.",
+    layer: Positive = Field(
+        description="Layers that a drafted token goes through; their last state is read by the "
+        "model's own last norm and head, as LayerSkip checkpoints are trained for."
     )
-
-    @property
-    def source(self) -> str | None:
-        return str(bundled.EXIT_HEAD) if self.head == BUNDLED_EXIT_HEAD else self.head
 
 
 class SpeculationConfig(RoundConfig):

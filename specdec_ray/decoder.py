@@ -79,6 +79,8 @@ class SpeculativeDecoder:
         rule: Rule = Rule.COUPLED,
         draft_tokens: int | None = None,
         tree: Mapping[str, Any] | None = None,
+        medusa: Mapping[str, Any] | None = None,
+        early_exit: Mapping[str, Any] | None = None,
         threads: int | None = None,
         **engine: Any,
     ) -> Self:
@@ -87,7 +89,7 @@ class SpeculativeDecoder:
         Args:
             draft: the draft model of method `draft_model`.
             method: what proposes; None is `draft_model` with a draft and `none` without.
-            rule, draft_tokens, tree: as in the configuration's `speculation`.
+            rule, draft_tokens, tree, medusa, early_exit: as in the configuration's `speculation`.
             threads: torch threads of this process; None leaves them.
             engine: fields of `TargetConfig` and `DraftConfig` alike: dtype, device,
                 kv_cache_tokens and so on.
@@ -110,6 +112,8 @@ class SpeculativeDecoder:
                     "rule": rule,
                     "draft_tokens": draft_tokens,
                     "tree": tree,
+                    "medusa": medusa,
+                    "early_exit": early_exit,
                     "draft_timeout_s": 60,
                 },
             }
@@ -118,7 +122,7 @@ class SpeculativeDecoder:
             set_threads(threads)
         speculation = config.speculation
         identity = ReplicaIdentity("in-process", time.time_ns())
-        built_target = build_target(config.target, speculation.shape, identity)
+        built_target = build_target(config.target, speculation, identity)
         built_draft = None
         if config.draft is not None:
             built_draft = build_draft(config.draft, config.target, speculation.shape, identity)

@@ -5,5 +5,3 @@ from pathlib import Path
 
 TARGET = Path(__file__).parent / "target"
 DRAFT = Path(__file__).parent / "draft"
-MEDUSA = Path(__file__).parent / "medusa"
-EXIT_HEAD = Path(__file__).parent / "exit_head"

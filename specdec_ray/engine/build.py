@@ -7,16 +7,19 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from specdec_ray.config import DraftConfig, ModelConfig, TargetConfig
+from specdec_ray.config import DraftConfig, ModelConfig, SpeculationConfig, TargetConfig
 from specdec_ray.engine.bridge import BridgedDraft
 from specdec_ray.engine.draft import DraftEngine
 from specdec_ray.engine.grammar import Grammars
 from specdec_ray.engine.loop import EngineThread, Steppable
+from specdec_ray.engine.proposer import EarlyExitProposer, MedusaProposer, Proposer
 from specdec_ray.engine.sessions import ReplicaIdentity
 from specdec_ray.engine.target import TargetEngine
 from specdec_ray.errors import InvalidParameter, UnsupportedModel
 from specdec_ray.models.loading import id_limit, load_model, load_tokenizer, stand_in_id
+from specdec_ray.models.medusa import load_medusa_heads
 from specdec_ray.models.packed_model import PackedModel
+from specdec_ray.models.split import SplitModel
 from specdec_ray.models.translation import TokenizerPair
 from specdec_ray.speculation.shape import MAX_NODES, Shape, StaticShape
 
@@ -38,14 +41,16 @@ class BuiltEngine:
     end_token_ids: frozenset[int]
 
 
-def build_target(config: TargetConfig, shape: Shape, identity: ReplicaIdentity) -> BuiltEngine:
+def build_target(
+    config: TargetConfig, speculation: SpeculationConfig, identity: ReplicaIdentity
+) -> BuiltEngine:
     """Load the target and start its engine.
 
     Args:
-        shape: of the trees that it will have to verify.
+        speculation: tells the trees that it will have to verify, and whether it drafts itself.
 
     Raises:
-        ConfigError: the model cannot be loaded.
+        ConfigError: the model or its heads cannot be loaded.
         UnsupportedModel: it cannot be served exactly.
     """
     model = _load(config)
@@ -58,10 +63,34 @@ def build_target(config: TargetConfig, shape: Shape, identity: ReplicaIdentity) 
         vocab_limit=vocab_limit,
         step_tokens=config.step_tokens,
         max_nodes=MAX_NODES,
-        scratch_slots=shape.scratch,
+        scratch_slots=speculation.shape.scratch,
         grammars=build_grammars(tokenizer, vocab_limit, ends),
+        proposer=_proposer(model, speculation, vocab_limit),
     )
     return _built(engine, "target-engine", model, tokenizer)
+
+
+def _proposer(
+    model: PackedModel, speculation: SpeculationConfig, vocab_limit: int
+) -> Proposer | None:
+    """What the target drafts with itself, if anything."""
+    shape, medusa, early_exit = speculation.shape, speculation.medusa, speculation.early_exit
+    if medusa is not None:
+        embeddings = model.model.get_output_embeddings().weight
+        heads = load_medusa_heads(
+            medusa.heads,
+            hidden=embeddings.shape[1],
+            vocab=model.vocab_size,
+            dtype=embeddings.dtype,
+            device=embeddings.device,
+            revision=medusa.revision,
+            allow_pickle=medusa.allow_pickle,
+        )
+        return MedusaProposer(model, heads, shape, vocab_limit)
+    if early_exit is not None:
+        assert isinstance(shape, StaticShape), "the configuration refuses others"
+        return EarlyExitProposer(SplitModel(model, early_exit.layer), shape, vocab_limit)
+    return None
 
 
 def build_draft(

@@ -1,6 +1,8 @@
 """The target engine: owns the truth. One packed forward verifies many sessions' trees."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -16,6 +18,7 @@ from specdec_ray.engine.messages import (
     Verify,
 )
 from specdec_ray.engine.outbox import Outbox, ReplySink
+from specdec_ray.engine.proposer import Proposer
 from specdec_ray.engine.sessions import Phase, ReplicaIdentity, Session, SessionTable, ends_context
 from specdec_ray.engine.validation import check_draft_probs, check_open, check_tokens, refuse
 from specdec_ray.errors import InvalidParameter
@@ -23,6 +26,7 @@ from specdec_ray.models.packed import Segment
 from specdec_ray.models.packed_model import PackedModel
 from specdec_ray.speculation.acceptance import Judgement
 from specdec_ray.speculation.logprobs import TokenLogprobs, emitted_logprobs, token_logprobs
+from specdec_ray.speculation.shape import Budget
 from specdec_ray.speculation.step import RowGroup, judge
 from specdec_ray.speculation.tree import TokenTree
 
@@ -38,6 +42,7 @@ class TargetEngine:
         vocab_limit: number of real token ids; padded embedding rows beyond are never emitted.
         max_nodes: most nodes of one tree.
         scratch_slots: see `SessionTable`; without them trees that are no chains may not fit.
+        proposer: what drafts where a verify asks the target for its own tree.
     """
 
     def __init__(
@@ -50,12 +55,14 @@ class TargetEngine:
         max_nodes: int,
         scratch_slots: int = 0,
         grammars: Grammars | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self._model = model
         self.sessions = SessionTable(model, identity, grammars, scratch_slots=scratch_slots)
         self._vocab_limit = vocab_limit
         self._step_tokens = step_tokens
         self._max_nodes = max_nodes
+        self._proposer = proposer
         self._verifies: dict[Session, Verify] = {}
         self._verdicts: dict[Session, Verdict] = {}
 
@@ -75,25 +82,27 @@ class TargetEngine:
 
     def step(self, outbox: Outbox) -> bool:
         self.sessions.admit()
-        verifies = self._verifies
+        verifies = self._drafted(self._verifies)
         rows = sum(1 + len(verify.tree) for verify in verifies.values())
         budget = max(self._step_tokens - rows, MIN_PREFILL_ROWS)
         chunks = self.sessions.prefill_chunks(budget, logit_rows=1)
         if not verifies and not chunks:
             return False
-        segments = [_verify_segment(session, verify) for session, verify in verifies.items()]
-        segments += [segment for _, segment in chunks]
-        logits = self._model.forward(segments)
+        work = [(session, _verify_segment(session, verify)) for session, verify in verifies.items()]
+        logits = self._forward(work + chunks)
 
         finishing = [
             session for session, segment in chunks if ends_context(session, segment.tokens)
         ]
-        logits = self._score_prompts(logits, rows, chunks)
+        judged = self._score_prompts(logits, rows, chunks)
+        if len(judged) < len(logits):
+            logits = logits[judged]
         groups = [_row_group(session, verify) for session, verify in verifies.items()]
         groups += [_row_group(session, None) for session in finishing]
         judgements = judge(logits, groups, vocab_limit=self._vocab_limit)
         logprobs = emitted_logprobs(logits, groups, judgements, vocab_limit=self._vocab_limit)
 
+        self._note_choices([*verifies, *finishing], groups, judgements, judged)
         for session, segment in chunks:
             session.kv_length += len(segment.tokens)
         self._verifies = {}
@@ -104,10 +113,44 @@ class TargetEngine:
             self._opened(session, *verdict, outbox)
         return True
 
+    def _drafted(self, verifies: dict[Session, Verify]) -> dict[Session, Verify]:
+        """The verifies with trees of the target's own where they ask for those."""
+        asked = [(session, verify.own) for session, verify in verifies.items() if verify.own]
+        if not asked:
+            return verifies
+        assert self._proposer is not None, "checked when the verify was taken"
+        drafted = dict(verifies)
+        proposed = self._proposer.propose(asked)
+        for (session, _), (tree, probs) in zip(asked, proposed, strict=True):
+            drafted[session] = replace(verifies[session], tree=tree, draft_probs=probs)
+        return drafted
+
+    def _forward(self, work: Sequence[tuple[Session, Segment]]) -> torch.Tensor:
+        if self._proposer is not None:
+            return self._proposer.forward(work)
+        return self._model.forward([segment for _, segment in work])
+
+    def _note_choices(
+        self,
+        sessions: Sequence[Session],
+        groups: Sequence[RowGroup],
+        judgements: Sequence[Judgement],
+        judged: Sequence[int],
+    ) -> None:
+        """Tell the proposer which row each session's last token was chosen by."""
+        if self._proposer is None:
+            return
+        starts = accumulate(map(len, groups), initial=0)
+        rows = [
+            judged[start + (judgement.path[-1] + 1 if judgement.path else 0)]
+            for start, judgement in zip(starts, judgements, strict=False)
+        ]
+        self._proposer.chose(sessions, rows)
+
     def _score_prompts(
         self, logits: torch.Tensor, first: int, chunks: Sequence[tuple[Session, Segment]]
-    ) -> torch.Tensor:
-        """Note the log-probabilities of prompts that ask for them; leave the rows to be judged.
+    ) -> list[int]:
+        """Note the log-probabilities of prompts that ask for them; the rows that are judged.
 
         Args:
             first: row of the first chunk's logits; those before are of verifies.
@@ -125,12 +168,12 @@ class TargetEngine:
                 count = session.params.prompt_logprobs or 0
                 session.prompt_logprobs += token_logprobs(scored, tokens, count)
             first += segment.logit_rows
-        return logits if len(judged) == len(logits) else logits[judged]
+        return judged
 
     def fail_pending(self, outbox: Outbox, error: Exception) -> None:
         self._verifies = {}
         for session in self.sessions.fail_active(outbox, error):
-            self._verdicts.pop(session, None)
+            self._forget(session)
 
     def _take(self, request: Request, sink: ReplySink, outbox: Outbox) -> Refused | None:
         """Queue the request, or say why not."""
@@ -188,6 +231,8 @@ class TargetEngine:
 
     def _fault(self, session: Session, request: Verify) -> str | None:
         tree = request.tree
+        if request.own is not None:
+            return self._own_fault(session, request, request.own)
         if len(tree) > self._max_nodes:
             return f"tree has {len(tree)} nodes, limit is {self._max_nodes}"
         known, deepest = len(session.tokens), max(tree.depths, default=0)
@@ -203,6 +248,16 @@ class TargetEngine:
         if fault or request.draft_probs is None or not session.rule.needs_draft_probs:
             return fault
         return check_draft_probs(request.draft_probs, tree, self._vocab_limit)
+
+    def _own_fault(self, session: Session, request: Verify, own: Budget) -> str | None:
+        known = len(session.tokens)
+        if self._proposer is None:
+            return "this target does not draft by itself"
+        if len(request.tree):
+            return "a tree is sent and the target's own is asked for"
+        if min(own.nodes, own.depth) < 1 or known + own.depth > session.max_length:
+            return f"{known} tokens and {own.depth} drafted ones exceed {session.max_length}"
+        return None
 
     def _conclude(
         self,
@@ -244,6 +299,8 @@ class TargetEngine:
     def _forget(self, session: Session) -> None:
         self._verifies.pop(session, None)
         self._verdicts.pop(session, None)
+        if self._proposer is not None:
+            self._proposer.forget(session)
 
 
 def _verify_segment(session: Session, verify: Verify) -> Segment:

@@ -28,7 +28,7 @@ class PackedModel:
     """
 
     def __init__(self, model: PreTrainedModel, *, block_count: int, block_size: int = 16) -> None:
-        self._model = model
+        self.model = model
         self.device = model.get_input_embeddings().weight.device
         layers = _probe(model, self.device)
         self.pool = BlockPool(block_count, block_size)
@@ -46,10 +46,14 @@ class PackedModel:
         Returns:
             float32 [sum of logit_rows, vocab_size], in segment order.
         """
+        return self.forward_through(self.model, segments)
+
+    def forward_through(self, model: PreTrainedModel, segments: Sequence[Segment]) -> torch.Tensor:
+        """The same through a part of the model whose layers keep their places in the cache."""
         place = self._cache, self.pool.block_size, self.device
         lone = len(segments) == 1 and segments[0].tree is None
         plan = LonePlan(segments[0], *place) if lone else BatchPlan(segments, *place)
-        return _run(self._model, plan, plan.input_ids, plan.position_ids, plan.logit_rows)
+        return _run(model, plan, plan.input_ids, plan.position_ids, plan.logit_rows)
 
     def compact(self, table: Sequence[int], base: int, path: Sequence[int]) -> None:
         """After a tree verdict, make the accepted rows' KV contiguous from `base` on.

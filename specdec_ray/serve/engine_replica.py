@@ -87,8 +87,9 @@ class TargetReplica(_EngineReplica):
 
     async def __init__(self, config: SpecdecConfig) -> None:  # type: ignore[misc]
         set_threads(_threads(config.target))
-        shape = config.speculation.shape
-        built = await asyncio.to_thread(build_target, config.target, shape, _identity())
+        built = await asyncio.to_thread(
+            build_target, config.target, config.speculation, _identity()
+        )
         await self._start(built)
 
 
