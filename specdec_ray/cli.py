@@ -48,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         default=Method.DRAFT_MODEL,
         help="what proposes tokens; --draft is for draft_model only",
     )
+    generate.add_argument("--medusa-heads", help="Hugging Face id or folder; of method medusa")
+    generate.add_argument("--exit-layer", type=int, help="of method early_exit")
     generate.add_argument("--max-tokens", type=int, default=128)
     generate.add_argument("--draft-tokens", type=int, default=5, help="k of every round")
     generate.add_argument(
@@ -89,6 +91,8 @@ def _generate(arguments: argparse.Namespace) -> None:
         method=arguments.method,
         rule=arguments.rule,
         draft_tokens=arguments.draft_tokens,
+        medusa=arguments.medusa_heads and {"heads": arguments.medusa_heads},
+        early_exit=arguments.exit_layer and {"layer": arguments.exit_layer},
         threads=arguments.threads,
         dtype=arguments.dtype,
         device=arguments.device,

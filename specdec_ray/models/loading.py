@@ -33,7 +33,7 @@ def load_config(source: str, revision: str | None = None) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except Exception as error:  # a field of the wrong type raises the hub's own kinds
-        raise ConfigError(f"model {source!r}: {_one_line(error)}") from error
+        raise ConfigError(f"model {source!r}: {one_line(error)}") from error
     check_config(config)
     return config
 
@@ -80,7 +80,7 @@ def load_model(
         if device_map is None:
             model.to(device)
     except Exception as error:  # safetensors, hub and torch each raise their own
-        raise ConfigError(f"model {source!r}: {_one_line(error)}") from error
+        raise ConfigError(f"model {source!r}: {one_line(error)}") from error
     _check_report(source, report)
     return model.eval()
 
@@ -97,7 +97,7 @@ def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokeni
             source, revision=revision, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raises plain Exception, a damaged file KeyError
-        raise ConfigError(f"tokenizer of {source!r}: {_one_line(error)}") from error
+        raise ConfigError(f"tokenizer of {source!r}: {one_line(error)}") from error
     return tokenizer
 
 
@@ -129,5 +129,6 @@ def _check_report(source: str, report: dict[str, Any]) -> None:
         )
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What other libraries have to say, fit for a message of ours."""
     return f"{type(error).__name__}: {shorten(str(error), 300)}"

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
 from specdec_ray.errors import ConfigError
+from specdec_ray.models.loading import one_line
 
 WEIGHTS = "medusa_lm_head.safetensors"
 PICKLED_WEIGHTS = "medusa_lm_head.pt"
@@ -60,8 +61,10 @@ def load_medusa_heads(
     try:
         config, _ = PretrainedConfig.get_config_dict(source, revision=revision)
         weights = _weights(source, revision, allow_pickle)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"medusa heads {source!r}: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # hub, safetensors and pickle each raise their own
+        raise ConfigError(f"medusa heads {source!r}: {one_line(error)}") from error
     # Checkpoints hold heads that were trained beyond those that are used.
     count, layers = config.get("medusa_num_heads"), config.get("medusa_num_layers", 1)
     if not isinstance(count, int) or not isinstance(layers, int) or min(count, layers) < 1:
