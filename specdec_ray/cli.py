@@ -11,7 +11,7 @@ import yaml
 from transformers.utils import logging as transformers_logging
 
 from specdec_ray import SpeculativeDecoder
-from specdec_ray.config import BUNDLED_DRAFT, BUNDLED_TARGET, Method, parse_config
+from specdec_ray.config import BUNDLED_DRAFT, BUNDLED_TARGET, Method, TargetConfig, parse_config
 from specdec_ray.errors import ConfigError, SpecdecError
 from specdec_ray.pb import inference_pb2 as pb
 from specdec_ray.pb import inference_pb2_grpc
@@ -69,6 +69,17 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--device", default="auto")
     generate.add_argument("--threads", type=int, help="torch threads")
 
+    medusa = commands.add_parser("train-medusa", help="train Medusa heads on a frozen target")
+    medusa.set_defaults(run=_train_medusa)
+    medusa.add_argument("text", type=Path, nargs="+", help="plain text, or chats as .jsonl")
+    medusa.add_argument("--target", default=BUNDLED_TARGET, help="Hugging Face id or folder")
+    medusa.add_argument("--out", type=Path, required=True, help="folder; a second run goes on")
+    medusa.add_argument("--heads", type=int, default=3)
+    medusa.add_argument("--steps", type=int, default=300)
+    medusa.add_argument("--batch", type=int, default=4, help="windows of a step")
+    medusa.add_argument("--length", type=int, default=256, help="tokens of a window")
+    medusa.add_argument("--learning-rate", type=float, default=1e-3)
+
     ask = commands.add_parser("ask", help="stream a text from a running service, over gRPC")
     ask.set_defaults(run=_ask)
     ask.add_argument("prompt")
@@ -117,6 +128,25 @@ def _generate(arguments: argparse.Namespace) -> None:
     assert stats is not None, "the last delta carries them"
     print(
         f"\n\n{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s; {_summary(stats)}"
+    )
+
+
+def _train_medusa(arguments: argparse.Namespace) -> None:
+    try:
+        from specdec_ray.training.medusa import MedusaTraining, train_medusa
+    except ImportError as error:
+        raise ConfigError(f"training needs specdec-ray[train]: {error}") from error
+    train_medusa(
+        MedusaTraining(
+            TargetConfig(model=arguments.target).source,
+            tuple(arguments.text),
+            arguments.out,
+            heads=arguments.heads,
+            steps=arguments.steps,
+            batch=arguments.batch,
+            length=arguments.length,
+            learning_rate=arguments.learning_rate,
+        )
     )
 
 

@@ -85,6 +85,17 @@ def load_model(
     return model.eval()
 
 
+def load_trainable_model(source: str) -> PreTrainedModel:
+    """The frozen model in float32 as it was published, its attention its own.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+    model = load_model(source, dtype=torch.float32, device="cpu")
+    model.set_attn_implementation("sdpa")
+    return model.requires_grad_(False)
+
+
 def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer.
 

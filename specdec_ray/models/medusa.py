@@ -41,6 +41,17 @@ class MedusaHeads(nn.ModuleList):
             for _ in range(heads)
         )
 
+    @classmethod
+    def on(cls, output: torch.Tensor, heads: int) -> "MedusaHeads":
+        """Untrained heads that predict what the output embedding [V, hidden] does."""
+        vocab, hidden = output.shape
+        fresh = cls(heads, 1, hidden, vocab)
+        start = {"0.linear.weight": 0.0, "0.linear.bias": 0.0, "1.weight": output.detach()}
+        with torch.no_grad():
+            for name, parameter in fresh.named_parameters():
+                parameter.copy_(torch.as_tensor(start[name.split(".", 1)[1]]))
+        return fresh
+
 
 def load_medusa_heads(
     source: str,
